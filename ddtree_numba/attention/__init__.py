@@ -1,0 +1,1 @@
+"""Tree-verify attention: one operator, its variants side by side."""

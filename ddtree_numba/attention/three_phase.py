@@ -1,0 +1,307 @@
+"""Variant `three_phase`: tree-verify MLA attention with the whole score row in shared memory.
+
+For one query row q = q[b, i, h, :] and the keys k that node i sees (the prefix and its ancestors)::
+
+    s[k] = (q . row[k, :]) * sm_scale
+    m_i  = max_k s[k],    p[k] = exp(s[k] - m_i),    l_i = sum_k p[k]
+    out  = (sum_k p[k] * row[k, :R]) / l_i,          lse = m_i + log(l_i)
+
+One block works on one (request, node, head); it needs nothing from any other block, so there are no atomics and a row's
+bits depend on that row's inputs alone.
+
+- Phase 1: LANES threads share a key. Each multiplies every LANES-th column, so that neighbouring threads read
+  neighbouring addresses; the LANES partial sums go to shared memory, where one thread a key adds them.
+- Phase 2: the block's max, then the exponentials in place of the scores, then their sum.
+- Phase 3: each thread owns latent dimensions and walks over the keys, CHUNK keys to a partial sum, so that the
+  rounding error grows with CHUNK and the number of chunks, not with the number of keys.
+
+Tree keys that the node does not see are never read. Sums run in an order fixed by the key's index alone: any page size
+gives the bits of the contiguous cache.
+
+Cost of a block with n visible keys: 2 n (D + R) FLOPs, n (D + R) elements read (from L2 for the most part: the blocks
+of a request share its cache). Shared memory: 4 bytes a key, so the row ends at some 57,000 keys on an H200.
+
+Source: safe softmax in three passes, as in the public reference of DDTree (arXiv 2604.12989), absorbed MLA as in
+DeepSeek-V2 (arXiv 2405.04434).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import cuda
+from numba.cuda import types
+
+from ddtree_numba.attention.problem import Problem
+from ddtree_numba.device import runtime
+from ddtree_numba.device.arrays import HOST
+from ddtree_numba.device.bf16 import array_from_f32, array_to_f32, from_f32, to_f32
+from ddtree_numba.device.launch import device_name, launch, shared_bytes_limit
+from ddtree_numba.device.runtime import require_backend
+
+# Python threads are dear in the simulator. A smaller block changes the order of phase 2's sum alone.
+THREADS = 32 if runtime.SIMULATOR else 256
+LANES = 32
+KEYS_PER_PASS = 64
+PITCH = LANES + 1  # not LANES: the threads that add up rows of partial sums then hit different banks
+CHUNK = 64
+
+ZERO = np.float32(0.0)  # a literal 0.0 would be float64 on the GPU
+NEG_INF = np.float32(-np.inf)
+
+
+def mirror(
+    q_nope, q_pe, kv_cache, block_table, cache_seqlens, tree_mask, bits_per_word, sm_scale, max_seqlen, out, lse
+):
+    """The kernel in NumPy: the same phases, the same order of additions. Arguments as in `Problem`, on the host."""
+    batch, num_nodes, num_heads, kv_lora_rank = q_nope.shape
+    num_pages, page_size, head_dim = kv_cache.shape
+    for b, i, h in np.ndindex(batch, num_nodes, num_heads):
+        # Phase 0: this block's query row and keys
+        prefix = min(max(cache_seqlens[b], 0), max_seqlen)
+        num_keys = prefix + num_nodes
+        q_row = array_to_f32(np.concatenate([q_nope[b, i, h], q_pe[b, i, h]]))
+
+        # Phase 1: the scores of the visible keys
+        key = np.arange(num_keys)
+        j = np.maximum(key - prefix, 0)
+        seen = (key < prefix) | ((tree_mask[b, i, j // bits_per_word] >> (j % bits_per_word)) & 1 == 1)
+        page = np.clip(block_table[b, key // page_size], 0, num_pages - 1)
+        slot = key % page_size
+        row = np.zeros((num_keys, head_dim), np.float32)
+        row[seen] = array_to_f32(kv_cache[page[seen], slot[seen]])
+        terms = np.pad(q_row * row, [(0, 0), (0, -head_dim % LANES)])
+        partial = np.add.reduce(terms.reshape(num_keys, -1, LANES), axis=1)
+        s = np.add.accumulate(partial, axis=1)[:, -1]
+        scores = np.where(seen, s * sm_scale, NEG_INF)
+
+        # Phase 2: the block's max and sum
+        m_i = np.max(scores)
+        if m_i == NEG_INF:
+            out[b, i, h] = 0
+            lse[b, i, h] = NEG_INF
+            continue
+        p = np.exp(scores - m_i)
+        partial = np.add.reduce(np.pad(p, (0, -num_keys % THREADS)).reshape(-1, THREADS), axis=0)
+        while partial.size > 1:
+            partial = partial[: partial.size // 2] + partial[partial.size // 2 :]
+        l_i = partial[0]
+
+        # Phase 3: the output, each thread its own latent dimensions
+        acc = np.zeros(kv_lora_rank, np.float32)
+        for key in range(0, num_keys, CHUNK):
+            chunk = np.add.reduce(p[key : key + CHUNK, None] * row[key : key + CHUNK, :kv_lora_rank], axis=0)
+            acc += chunk
+        out[b, i, h] = array_from_f32(acc / l_i, out.dtype)
+        lse[b, i, h] = m_i + np.log(l_i)
+
+
+@cuda.jit(device=True, inline="always")
+def locate(block_table, b, key, num_pages, page_size):
+    """Page and slot of a key; a table entry that is no page (bad contents) is clamped to one."""
+    page = block_table[b, np.uint32(key) // np.uint32(page_size)]
+    return min(max(page, 0), num_pages - 1), np.uint32(key) % np.uint32(page_size)
+
+
+@cuda.jit(device=True, inline="always")
+def sees(tree_mask, bits_per_word, b, i, j):
+    """Whether node i sees tree key j."""
+    word = tree_mask[b, i, np.uint32(j) // np.uint32(bits_per_word)]
+    return (word >> (np.uint32(j) % np.uint32(bits_per_word))) & 1 == 1
+
+
+@cuda.jit(device=True, inline="always")
+def block_max(partial, value):
+    """Largest value of the block's threads, for each of them."""
+    t = cuda.threadIdx.x
+    partial[t] = value
+    cuda.syncthreads()
+    width = THREADS // 2
+    while width > 0:
+        if t < width:
+            partial[t] = max(partial[t], partial[t + width])
+        cuda.syncthreads()
+        width //= 2
+    result = partial[0]
+    cuda.syncthreads()
+    return result
+
+
+@cuda.jit(device=True, inline="always")
+def block_sum(partial, value):
+    """Sum of the values of the block's threads in a fixed order, for each of them."""
+    t = cuda.threadIdx.x
+    partial[t] = value
+    cuda.syncthreads()
+    width = THREADS // 2
+    while width > 0:
+        if t < width:
+            partial[t] += partial[t + width]
+        cuda.syncthreads()
+        width //= 2
+    result = partial[0]
+    cuda.syncthreads()
+    return result
+
+
+@cuda.jit
+def kernel(
+    q_nope, q_pe, kv_cache, block_table, cache_seqlens, tree_mask, bits_per_word, sm_scale, max_seqlen, out, lse
+):
+    """One block a (request, node, head); shared memory as in `shared_bytes`."""
+    batch, num_nodes, num_heads, kv_lora_rank = q_nope.shape
+    num_pages, page_size, head_dim = kv_cache.shape
+    h = cuda.blockIdx.x  # gpu: the grid is the mirror's loop over b, i, h
+    i = cuda.blockIdx.y  # gpu: as above
+    b = cuda.blockIdx.z  # gpu: as above
+    t = cuda.threadIdx.x  # gpu: a thread takes every THREADS-th key or dimension
+    lane = t % LANES  # gpu: LANES threads score one key
+    group = t // LANES  # gpu: as above
+    shared = cuda.shared.array(0, types.float32)  # gpu: all dynamic arrays are one, sliced here
+    q_row = shared[:head_dim]
+    partial = shared[head_dim : head_dim + KEYS_PER_PASS * PITCH]
+    scores = shared[head_dim + KEYS_PER_PASS * PITCH :]
+
+    # Phase 0: this block's query row and keys
+    prefix = min(max(cache_seqlens[b], 0), max_seqlen)
+    num_keys = prefix + num_nodes
+    for c in range(t, kv_lora_rank, THREADS):
+        q_row[c] = to_f32(q_nope[b, i, h, c])
+    for c in range(t, head_dim - kv_lora_rank, THREADS):
+        q_row[kv_lora_rank + c] = to_f32(q_pe[b, i, h, c])
+    cuda.syncthreads()  # gpu: phase 1 reads the whole row
+
+    # Phase 1: the scores of the visible keys
+    for first in range(0, num_keys, KEYS_PER_PASS):
+        stop = min(first + KEYS_PER_PASS, num_keys)
+        for key in range(first + group, stop, THREADS // LANES):
+            s = NEG_INF
+            if key < prefix or sees(tree_mask, bits_per_word, b, i, key - prefix):
+                page, slot = locate(block_table, b, key, num_pages, page_size)
+                s = ZERO
+                for c in range(lane, head_dim, LANES):
+                    s += q_row[c] * to_f32(kv_cache[page, slot, c])
+            partial[(key - first) * PITCH + lane] = s
+        cuda.syncthreads()  # gpu: the partial sums of this pass are complete
+        for key in range(first + t, stop, THREADS):
+            s = ZERO
+            for other in range(LANES):
+                s += partial[(key - first) * PITCH + other]
+            scores[key] = s * sm_scale
+        cuda.syncthreads()  # gpu: the next pass overwrites partial
+
+    # Phase 2: the block's max and sum
+    m_i = NEG_INF
+    for key in range(t, num_keys, THREADS):
+        m_i = max(m_i, scores[key])
+    m_i = block_max(partial, m_i)
+    if m_i == NEG_INF:
+        for d in range(t, kv_lora_rank, THREADS):
+            out[b, i, h, d] = from_f32(ZERO, out)
+        if t == 0:
+            lse[b, i, h] = NEG_INF
+        return
+    l_i = ZERO
+    for key in range(t, num_keys, THREADS):
+        p = math.exp(scores[key] - m_i)
+        scores[key] = p
+        l_i += p
+    l_i = block_sum(partial, l_i)
+
+    # Phase 3: the output, each thread its own latent dimensions
+    for d in range(t, kv_lora_rank, THREADS):
+        acc = ZERO
+        chunk = ZERO
+        key = 0
+        while key < prefix:  # prefix: runs of keys that lie in one page and one chunk
+            page, slot = locate(block_table, b, key, num_pages, page_size)
+            stop = min(key - key % CHUNK + CHUNK, key + page_size - slot, prefix)
+            for n in range(stop - key):
+                chunk += scores[key + n] * to_f32(kv_cache[page, slot + n, d])
+            key = stop
+            if key % CHUNK == 0:
+                acc += chunk
+                chunk = ZERO
+        for key in range(prefix, num_keys):  # tree: the node's ancestors alone
+            p = scores[key]
+            if p != ZERO:
+                page, slot = locate(block_table, b, key, num_pages, page_size)
+                chunk += p * to_f32(kv_cache[page, slot, d])
+            if (key + 1) % CHUNK == 0:
+                acc += chunk
+                chunk = ZERO
+        acc += chunk
+        out[b, i, h, d] = from_f32(acc / l_i, out)
+    if t == 0:
+        lse[b, i, h] = m_i + math.log(l_i)
+
+
+def shared_bytes(problem: Problem) -> int:
+    """Dynamic shared memory of a block in bytes: query row, partial sums, a score for each key."""
+    return 4 * (problem.head_dim + KEYS_PER_PASS * PITCH + problem.max_seqlen + problem.num_nodes)
+
+
+def run(problem: Problem) -> None:
+    """Launch the kernel; the results are in problem.out and problem.lse once the stream has passed.
+
+    Raises
+    ------
+    ValueError
+        The score row does not fit this GPU's shared memory.
+    """
+    device, nbytes = problem.q_nope.device, shared_bytes(problem)
+    if problem.batch == 0:
+        return
+    require_backend()
+    limit = shared_bytes_limit(device)
+    if nbytes > limit:
+        longest = problem.max_seqlen - -(-(nbytes - limit) // 4)
+        raise ValueError(
+            f"variant 'three_phase' needs {nbytes} bytes of shared memory for max_seqlen = {problem.max_seqlen} and "
+            f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, enough for max_seqlen = {longest}. "
+            "Pass a smaller max_seqlen if the prefixes are shorter"
+        )
+    out, lse = problem.out.as_numba(), problem.lse.as_numba()
+    args = (
+        problem.q_nope.as_numba(),
+        problem.q_pe.as_numba(),
+        problem.kv_cache.as_numba(),
+        problem.block_table.as_numba(),
+        problem.cache_seqlens.as_numba(),
+        problem.tree_mask.as_numba(),
+        np.int32(problem.bits_per_word),
+        np.float32(problem.sm_scale),
+        np.int32(problem.max_seqlen),
+        out,
+        lse,
+    )
+    blocks = (problem.num_heads, problem.num_nodes, problem.batch)
+    launch(kernel, blocks, THREADS, args, kind=problem.q_nope.kind, device=device, shared_bytes=nbytes)
+    problem.out.copy_back(out)
+    problem.lse.copy_back(lse)
+
+
+def run_mirror(problem: Problem) -> None:
+    """Run the mirror on host arrays.
+
+    Raises
+    ------
+    ValueError
+        The arguments lie on a GPU.
+    """
+    if problem.q_nope.device != HOST:
+        raise ValueError(f"variant 'three_phase_numpy' works on host arrays; {problem.q_nope} is on a GPU")
+    mirror(
+        problem.q_nope.as_numpy(),
+        problem.q_pe.as_numpy(),
+        problem.kv_cache.as_numpy(),
+        problem.block_table.as_numpy(),
+        problem.cache_seqlens.as_numpy(),
+        problem.tree_mask.as_numpy(),
+        problem.bits_per_word,
+        np.float32(problem.sm_scale),
+        problem.max_seqlen,
+        problem.out.as_numpy(),
+        problem.lse.as_numpy(),
+    )

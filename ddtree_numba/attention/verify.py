@@ -1,0 +1,129 @@
+"""verify_attention: the operator that users call. It checks, chooses a variant and hands over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddtree_numba.attention import three_phase
+from ddtree_numba.attention.problem import make_problem
+
+VARIANTS = ("auto", "three_phase", "three_phase_numpy")
+
+
+def verify_attention(
+    q: Any,
+    kv_cache: Any,
+    cache_seqlens: Any,
+    tree_mask: Any,
+    *,
+    sm_scale: float,
+    kv_lora_rank: int = 512,
+    block_table: Any = None,
+    max_seqlen: int | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    variant: str = "auto",
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    workspace: Any = None,
+    validate: bool = False,
+) -> tuple[Any, Any]:
+    """MLA attention of a draft tree in absorbed form: each node attends to the prefix and to its own ancestors.
+
+    For node i of request b and head h, over the visible keys k::
+
+        s[k]           = (q[b, i, h, :] . row[k, :]) * sm_scale
+        out[b, i, h, :] = sum_k softmax(s)[k] * row[k, :kv_lora_rank]
+        lse[b, i, h]    = log(sum_k exp(s[k]))
+
+    Visible are the prefix rows 0 .. cache_seqlens[b] - 1 and, of the tree's Q rows that stand right behind them, those
+    whose bit is set in ``tree_mask[b, i]``. A node that sees nothing gets out 0 and lse -inf. The value projection W_UV
+    is left to a GEMM.
+
+    Parameters
+    ----------
+    q : float [B, Q, H, D], or a pair float [B, Q, H, R], float [B, Q, H, P]
+        Queries with W_UK absorbed, followed by their rotary part; D = R + P, R = kv_lora_rank, P = qk_rope_head_dim,
+        both multiples of 16. float32, float16, bfloat16, or uint16 read as bfloat16 bits. Any strides.
+    kv_cache : float [B, S, D], or paged float [num_pages, page_size, D]
+        A row is ckv (R columns) followed by kpe (P columns), shared by all heads. An axis of length 1 for the KV head
+        may stand before D. Any of the dtypes of q, not necessarily the same. Any strides.
+    cache_seqlens : int32 [B]
+        Prefix length of each request in tokens, the tree's rows not counted. Clamped to 0 .. max_seqlen.
+    tree_mask : bool [B, Q, Q], or uint32 [B, Q, ceil(Q/32)] (bit j % 32 of word j // 32), or None
+        Node i sees tree row j. None means causal: node i sees 0 .. i.
+    sm_scale : float
+        Softmax scale; see `KIMI_K2_SM_SCALE` and `yarn_sm_scale`. Never D**-0.5.
+    kv_lora_rank : int
+        R, the columns that are also the value.
+    block_table : int32 [B, max_pages], optional
+        Page of each run of page_size tokens; given, the cache is paged. Entries behind the live rows may hold anything.
+    max_seqlen : int, optional
+        Bound on every prefix length, in tokens; default: capacity - Q. It sizes shared memory.
+    num_splits : int, optional
+        Parts that the keys are split into; three_phase takes 1 only.
+    batch_invariant : bool
+        A row's bits must not depend on the other requests. three_phase always keeps this.
+    variant : {"auto", "three_phase", "three_phase_numpy"}
+        The last is the kernel's NumPy mirror, for host arrays; it needs no GPU and no simulator.
+    out : float [B, Q, H, R], optional
+        Written to in place of a new array; any strides, no overlap with the inputs.
+    lse : float32 [B, Q, H], optional
+        Likewise; natural logarithm.
+    out_dtype : dtype, optional
+        float32, float16 or bfloat16; default: that of q.
+    workspace : array, optional
+        Scratch memory; three_phase needs none.
+    validate : bool
+        Also check contents (lengths, live table entries, mask bits), which copies them to the host.
+
+    Returns
+    -------
+    out : float [B, Q, H, R]
+        Latent output, of the caller's kind of array.
+    lse : float32 [B, Q, H]
+        Log-sum-exp of the visible scores in nats; -inf where nothing is visible.
+
+    Raises
+    ------
+    TypeError
+        An argument is no array that kernels take, or has the wrong dtype.
+    ValueError
+        A wrong shape, alignment, device, scale, bound or variant; an output that overlaps an input; with ``validate``,
+        wrong contents; a score row that exceeds the GPU's shared memory.
+    RuntimeError
+        There is no usable GPU and the simulator is off.
+
+    Notes
+    -----
+    Runs on the caller's current stream (PyTorch's, CuPy's, Numba's default) without synchronizing, except for NumPy
+    arrays, which are copied to the device and back. Rows 0 .. length + Q - 1 of a live request must be finite; rows
+    behind them and unused pages are never read.
+
+    Source: absorbed MLA, DeepSeek-V2 (arXiv 2405.04434), section 2.1; tree attention, DDTree (arXiv 2604.12989).
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
+    if num_splits not in (None, 1):
+        raise ValueError(f"num_splits is {num_splits!r}; three_phase takes 1 or None")
+    problem = make_problem(
+        q,
+        kv_cache,
+        cache_seqlens,
+        tree_mask,
+        sm_scale=sm_scale,
+        kv_lora_rank=kv_lora_rank,
+        block_table=block_table,
+        max_seqlen=max_seqlen,
+        out=out,
+        lse=lse,
+        out_dtype=out_dtype,
+        workspace=workspace,
+        validate=validate,
+    )
+    if variant == "three_phase_numpy":
+        three_phase.run_mirror(problem)
+    else:
+        three_phase.run(problem)
+    return problem.results

@@ -1,0 +1,1 @@
+"""The lowest floor: backend, arrays, launches, number formats. Knows no operator."""

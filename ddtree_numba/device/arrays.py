@@ -1,0 +1,313 @@
+"""Callers' arrays, in and out: what they are, where they lie, and a Numba view of them without a copy.
+
+Operators take any object with ``__cuda_array_interface__`` (CuPy, Numba, PyTorch) as it is, and NumPy arrays by copying
+them to the device. Results come back as the kind of array the caller brought, on the caller's current stream. Nothing
+here synchronizes for device arrays: order on the stream is all there is.
+
+bfloat16 is read from torch.bfloat16, ml_dtypes.bfloat16 and uint16 (its bits); kernels always see uint16.
+
+Source: the CUDA Array Interface, version 3 (Numba documentation).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numba import cuda
+
+from ddtree_numba.device import runtime
+
+if runtime.SIMULATOR:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray as SimulatedArray
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+HOST = -1
+
+
+@dataclass(frozen=True)
+class View:
+    """How a caller's array lies in memory; nothing is copied.
+
+    Attributes
+    ----------
+    name : str
+        The argument's name, for error messages.
+    kind : str
+        "numpy", "numba", "cupy" or "torch": which kind of array the caller brought.
+    device : int
+        Ordinal of the GPU that holds it; -1 for host memory (NumPy arrays, and all arrays in the simulator).
+    pointer : int
+        Address of the element at index 0, 0, ...
+    shape, strides : tuple of int
+        In elements and in bytes.
+    dtype : numpy.dtype
+        ml_dtypes.bfloat16 for bfloat16; a uint16 array stays uint16 here.
+    read_only : bool
+        The caller may not write to it, and so may not we.
+    owner : object
+        Keeps the memory alive.
+    """
+
+    name: str
+    kind: str
+    device: int
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read_only: bool
+    owner: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+    def columns(self, start: int, stop: int) -> View:
+        """The same rows, columns start..stop-1 of the last axis."""
+        pointer = self.pointer + start * self.strides[-1]
+        return replace(self, pointer=pointer, shape=(*self.shape[:-1], stop - start))
+
+    def without_axis(self, axis: int) -> View:
+        """The same elements, an axis of length 1 left out."""
+        keep = [a for a in range(len(self.shape)) if a != axis]
+        return replace(self, shape=tuple(self.shape[a] for a in keep), strides=tuple(self.strides[a] for a in keep))
+
+    def repeated(self, n: int) -> View:
+        """The same elements n times along a new first axis, by a stride of 0."""
+        return replace(self, shape=(n, *self.shape), strides=(0, *self.strides))
+
+    def extent(self) -> tuple[int, int]:
+        """First address and the one behind the last; (0, 0) for an empty array."""
+        if 0 in self.shape:
+            return 0, 0
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        low = self.pointer + sum(r for r in reach if r < 0)
+        high = self.pointer + sum(r for r in reach if r > 0) + self.dtype.itemsize
+        return low, high
+
+    def _interface(self, dtype: np.dtype[Any]) -> dict[str, Any]:
+        data = (self.pointer, self.read_only)
+        return {"shape": self.shape, "strides": self.strides, "typestr": dtype.str, "data": data, "version": 3}
+
+    def as_numpy(self) -> np.ndarray:
+        """The caller's host memory as a NumPy array; kernels' dtypes (bfloat16 as uint16, bool as uint8)."""
+        assert self.device == HOST
+        return np.asarray(_HostMemory(self._interface(_kernel_dtype(self.dtype)), self.owner))
+
+    def as_numba(self) -> Any:
+        """The array that a kernel takes (bfloat16 as uint16, bool as uint8): a view, or for NumPy a device copy."""
+        if runtime.SIMULATOR:
+            return SimulatedArray(self.as_numpy())
+        if self.device == HOST:
+            return cuda.to_device(np.ascontiguousarray(self.as_numpy()).reshape(self.shape))
+        return cuda.from_cuda_array_interface(self._interface(_kernel_dtype(self.dtype)), owner=self.owner, sync=False)
+
+    def copy_back(self, result: Any) -> None:
+        """Bring a kernel's result home where `as_numba` had to copy; nothing to do otherwise."""
+        if self.device == HOST and not runtime.SIMULATOR:
+            np.copyto(self.as_numpy(), result.copy_to_host())
+
+    def to_host(self) -> np.ndarray:
+        """A NumPy copy of the contents, for checks on the host (synchronizes)."""
+        if self.device == HOST:
+            return self.as_numpy().copy()
+        return _copy_strided(self)
+
+
+class _HostMemory:
+    """Host memory that NumPy can wrap; it keeps the owner alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return {BFLOAT16: np.dtype(np.uint16), np.dtype(np.bool_): np.dtype(np.uint8)}.get(dtype, dtype)
+
+
+def view(name: str, x: Any) -> View:
+    """Describe an argument.
+
+    Parameters
+    ----------
+    name : str
+        The argument's name, for error messages.
+    x : array
+        CuPy, Numba or PyTorch array on a GPU, or a NumPy array.
+
+    Raises
+    ------
+    TypeError
+        ``x`` is no such array (a PyTorch tensor on the CPU, a list), or its byte order is not the machine's.
+    ValueError
+        Its pointer is not memory of a GPU, or address or strides are no multiples of the item size.
+    """
+    kind = _kind(x)
+    if kind == "numpy":
+        found = _view_host(name, x, x)
+    elif kind == "numba" and runtime.SIMULATOR:
+        found = replace(_view_host(name, x._ary, x), kind="numba")
+    elif kind == "torch" and not x.is_cuda:
+        raise TypeError(f"{name} is a PyTorch tensor on {x.device}; it must be on a GPU, or a NumPy array")
+    elif kind and not runtime.SIMULATOR:
+        found = _view_device(name, x, kind)
+    else:
+        raise TypeError(
+            f"{name} is a {type(x).__module__}.{type(x).__qualname__}; "
+            "it must be a CuPy, Numba or PyTorch array on a GPU, or a NumPy array"
+        )
+    if found.pointer % found.dtype.itemsize or any(s % found.dtype.itemsize for s in found.strides):
+        raise ValueError(f"{found} is not aligned: its address and strides must be multiples of its item size")
+    return found
+
+
+def _kind(x: Any) -> str:
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    for kind, class_name in (("torch", "Tensor"), ("cupy", "ndarray")):
+        module = sys.modules.get(kind)
+        if module is not None and isinstance(x, getattr(module, class_name)):
+            return kind
+    if runtime.SIMULATOR:
+        return "numba" if isinstance(x, SimulatedArray) else ""
+    return "numba" if hasattr(x, "__cuda_array_interface__") else ""
+
+
+def _view_host(name: str, x: np.ndarray, owner: Any) -> View:
+    if not x.dtype.isnative:
+        raise TypeError(f"{name} has dtype {x.dtype}; it must be in native byte order")
+    read_only = not x.flags.writeable
+    return View(name, "numpy", HOST, x.ctypes.data, x.shape, x.strides, x.dtype, read_only, owner)
+
+
+def _view_device(name: str, x: Any, kind: str) -> View:
+    if kind == "torch":
+        x = x.detach()
+    interface = x.__cuda_array_interface__
+    shape = tuple(interface["shape"])
+    if str(getattr(x, "dtype", "")).split(".")[-1] == "bfloat16":
+        dtype = BFLOAT16
+    else:
+        dtype = np.dtype(interface["typestr"])
+    strides = interface.get("strides")
+    if strides is None:
+        strides = [dtype.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
+    pointer, read_only = interface["data"]
+    device = cuda.get_current_device().id if 0 in shape else _device_of(name, pointer)
+    return View(name, kind, device, pointer or 0, shape, tuple(strides), dtype, bool(read_only), x)
+
+
+def _device_of(name: str, pointer: int) -> int:
+    from cuda.bindings import driver
+
+    cuda.current_context()
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    status, ordinal = driver.cuPointerGetAttribute(attribute, pointer)
+    if status != driver.CUresult.CUDA_SUCCESS or ordinal < 0:
+        raise ValueError(f"{name} points to {pointer:#x}, which is not memory of a GPU (freed, or on the host?)")
+    return int(ordinal)
+
+
+def require_dtype(x: View, *allowed: Any) -> None:
+    """Raise TypeError unless ``x`` has one of the dtypes."""
+    dtypes = [np.dtype(d) for d in allowed]
+    if x.dtype not in dtypes:
+        raise TypeError(f"{x.name} has dtype {x.dtype}; it must be {' or '.join(d.name for d in dtypes)}")
+
+
+def require_shape(x: View, meaning: str, *expected: int | None) -> None:
+    """Raise ValueError unless ``x`` has the shape; None stands for any length, ``meaning`` names the axes."""
+    same = len(x.shape) == len(expected) and all(e in (None, n) for n, e in zip(x.shape, expected, strict=True))
+    if not same:
+        wanted = ", ".join("any" if e is None else str(e) for e in expected)
+        raise ValueError(f"{x.name} has shape {list(x.shape)}; it must be {meaning} = [{wanted}]")
+
+
+def require_one_place(views: list[View]) -> None:
+    """Raise ValueError unless all arrays lie in host memory, or all on one GPU."""
+    first = views[0]
+    for other in views[1:]:
+        if other.device != first.device:
+            here, there = (("host memory" if x.device == HOST else f"GPU {x.device}") for x in (first, other))
+            raise ValueError(
+                f"{first.name} is in {here} and {other.name} in {there}; "
+                "all arguments must be NumPy arrays, or all on one GPU"
+            )
+
+
+def require_apart(written: View, read: list[View]) -> None:
+    """Raise ValueError unless ``written`` may be written to and shares no memory with the others or with itself.
+
+    Extents are compared first; where they meet, numpy.shares_memory solves exactly for common addresses. It works on
+    addresses and strides alone, so it may be asked about device memory.
+    """
+    if written.read_only:
+        raise ValueError(f"{written.name} is read-only; the result cannot be written to it")
+    if any(s == 0 and n > 1 for n, s in zip(written.shape, written.strides, strict=True)):
+        raise ValueError(f"{written} has a stride of 0: several of its elements are one place in memory")
+    low, high = written.extent()
+    for other in read:
+        other_low, other_high = other.extent()
+        if low < other_high and other_low < high and _share(written, other):
+            raise ValueError(f"{written.name} overlaps {other.name} in memory; the result needs memory of its own")
+
+
+def _share(a: View, b: View) -> bool:
+    places = [np.asarray(_HostMemory(x._interface(np.dtype(f"V{x.dtype.itemsize}")), x.owner)) for x in (a, b)]
+    try:
+        return bool(np.shares_memory(*places, max_work=100_000))
+    except RuntimeError:  # numpy's TooHardError: only a proof that they are apart lets a call through
+        return True
+
+
+def resolve_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+    """float32, float16 or bfloat16 from whatever names it: NumPy, ml_dtypes, PyTorch, CuPy or a string.
+
+    Raises
+    ------
+    TypeError
+        It names none of the three.
+    """
+    text = getattr(dtype, "__name__", None) or str(dtype).split(".")[-1]
+    for candidate in FLOATS:
+        if text == candidate.name:
+            return candidate
+    raise TypeError(f"{name} is {dtype!r}; it must be one of: {', '.join(d.name for d in FLOATS)}")
+
+
+def empty(name: str, like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """A new array of the caller's kind, uninitialised, where ``like`` lies.
+
+    Numba's device arrays cannot hold bfloat16: they get its bits, as uint16.
+    """
+    if like.kind == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), device=f"cuda:{like.device}")
+    if like.kind == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(like.device):
+            return cupy.empty(shape, dtype)
+    if like.kind == "numba":
+        return cuda.device_array(shape, _kernel_dtype(dtype))
+    return np.empty(shape, dtype)
+
+
+@functools.cache
+def constant(device: int, make: Callable[..., np.ndarray], *key: int) -> View:
+    """A small read-only array ``make(*key)`` on a device, made once and kept for the life of the process.
+
+    Later calls neither allocate nor copy, so they may be captured in a graph once the first has run. It is never freed,
+    because a captured graph may hold its address.
+    """
+    array = make(*key)
+    if device == HOST:
+        return view(make.__name__, array)
+    with cuda.gpus[device]:
+        return view(make.__name__, cuda.to_device(array))

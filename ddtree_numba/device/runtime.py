@@ -1,0 +1,113 @@
+"""Which backend runs the kernels: a CUDA GPU, or Numba's simulator when there is no driver.
+
+Numba chooses between the two when `numba.cuda` is imported, and cannot change afterwards. So this module runs first:
+it probes the CUDA driver and, where none is usable, turns the simulator on before `numba.cuda` is imported anywhere in
+this package. An explicit ``NUMBA_ENABLE_CUDASIM`` (0 or 1) always wins.
+
+No other module of this package may import `numba.cuda` before `choose_backend` has run; `ddtree_numba/__init__.py`
+calls it first of all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import warnings
+
+
+class SimulatorWarning(UserWarning):
+    """Says once that kernels run in Numba's simulator, and why."""
+
+
+def probe_driver() -> str | None:
+    """Ask the CUDA driver library itself whether a GPU can be used.
+
+    Numba's own `cuda.is_available()` says True in the simulator, so it cannot tell.
+
+    Returns
+    -------
+    str or None
+        None when at least one GPU is usable, else the reason why not.
+    """
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(name)
+    except OSError:
+        return f"the CUDA driver library {name} is not installed"
+    status = driver.cuInit(0)
+    if status != 0:
+        return f"the CUDA driver does not start (cuInit gave error {status})"
+    count = ctypes.c_int(0)
+    status = driver.cuDeviceGetCount(ctypes.byref(count))
+    if status != 0 or count.value == 0:
+        return "the CUDA driver sees no GPU"
+    return None
+
+
+def choose_backend() -> tuple[bool, str]:
+    """Turn the simulator on if it is needed; must run before `numba.cuda` is imported.
+
+    Returns
+    -------
+    simulator : bool
+        True when kernels run in Numba's simulator.
+    reason : str
+        Why, in one sentence, for people.
+    """
+    import numba
+
+    asked = os.environ.get("NUMBA_ENABLE_CUDASIM")
+    if "numba.cuda" in sys.modules:
+        simulator = bool(numba.config.ENABLE_CUDASIM)
+        how = "on" if simulator else "off"
+        return simulator, f"numba.cuda was imported before ddtree_numba, with the simulator {how}"
+    if asked is not None and asked != "":
+        simulator = bool(numba.config.ENABLE_CUDASIM)
+        return simulator, f"NUMBA_ENABLE_CUDASIM={asked} is set"
+    problem = probe_driver()
+    if problem is None:
+        return False, "a CUDA GPU was found"
+    # Both: numba reads the variable when it is imported, and it may have been imported already.
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+    numba.config.ENABLE_CUDASIM = 1
+    warnings.warn(
+        f"no usable GPU ({problem}); kernels run in Numba's simulator, which is exact but very slow. "
+        "Set NUMBA_ENABLE_CUDASIM=1 to choose it silently, or =0 to forbid it.",
+        SimulatorWarning,
+        stacklevel=3,
+    )
+    return True, problem
+
+
+SIMULATOR, REASON = choose_backend()
+
+
+def require_backend() -> None:
+    """Refuse to launch where no kernel can run, and say what to do.
+
+    Raises
+    ------
+    RuntimeError
+        The simulator is off (by NUMBA_ENABLE_CUDASIM=0, or because `numba.cuda` was imported first) and there is no
+        usable GPU.
+    """
+    if SIMULATOR:
+        return
+    problem = _driver_problem()
+    if problem is None:
+        return
+    if "imported before" in REASON:
+        advice = "import ddtree_numba before numba.cuda, or set NUMBA_ENABLE_CUDASIM=1 in the environment"
+    else:
+        advice = "unset NUMBA_ENABLE_CUDASIM or set it to 1 to run in Numba's simulator"
+    raise RuntimeError(f"no kernel can run: {problem}, and the simulator is off ({REASON}). To go on, {advice}.")
+
+
+_probed: list[str | None] = []
+
+
+def _driver_problem() -> str | None:
+    if not _probed:
+        _probed.append(probe_driver())
+    return _probed[0]
