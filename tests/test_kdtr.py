@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from ddtree_numba import kdtr
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype(name) for name in "bool i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8".split()] + [BF16]
+DTYPES = [*map(np.dtype, ["bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]), BF16]
 DOC = (Path(__file__).parents[1] / "docs" / "kdtr.md").read_text(encoding="utf-8")
 
 GOLDEN = {
@@ -348,6 +348,7 @@ DAMAGE = [
     (kdtr.KdtrShapeError, "has rank 3|must have 0", [("1.rank", 3)]),
     (kdtr.KdtrShapeError, "at most 2", [("1.shape", 2**63, 3, 0, 0, 0, 0, 0, 0)]),
     (kdtr.KdtrShapeError, "at most 2", [("1.rank", 8), ("1.shape", *[ALL_ONES] * 8)]),
+    (kdtr.KdtrShapeError, "at most 2", [("1.shape", 2**62, 0, 0, 0, 0, 0, 0, 0), ("1.nbytes", 0)]),  # one byte more
     # 2**64 bytes, which is 0 in 64 bits; and an empty tensor whose other sizes are too many
     (kdtr.KdtrShapeError, "at most 2", [("1.shape", 2**32, 2**31, 0, 0, 0, 0, 0, 0), ("1.nbytes", 0)]),
     (kdtr.KdtrShapeError, "at most 2", [("1.rank", 3), ("1.shape", 2**32, 2**31, 0, 0, 0, 0, 0, 0), ("1.nbytes", 0)]),
@@ -392,7 +393,7 @@ def test_padding_must_be_zero_even_if_the_checksum_agrees(tmp_path):
 
 def test_bool_bytes_must_be_0_or_1(tmp_path):
     blob = dump(tmp_path, {"mask": np.ones(3, np.bool_)}).replace(b"\1\1\1", b"\1\2\1")
-    with pytest.raises(kdtr.KdtrValueError, match="tensor 'mask'.*byte 2"):
+    with pytest.raises(kdtr.KdtrValueError, match=r"tensor 'mask'.*byte 2"):
         load(tmp_path, reseal(blob))
 
 
@@ -480,7 +481,8 @@ int main(int argc, char** argv) {
         try {
             auto tensors = kdtr::parse(reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size());
             for (auto& t : tensors) {
-                std::printf("%s %u", t.name.c_str(), unsigned(t.dtype));
+                for (char c : t.name) std::printf("%02x", unsigned(uint8_t(c)));
+                std::printf(" %u", unsigned(t.dtype));
                 for (auto size : t.shape) std::printf(" %llu", (unsigned long long)size);
                 std::printf(" :");
                 for (uint64_t k = 0; k < t.nbytes; ++k) std::printf(" %02x", unsigned(t.data[k]));
@@ -505,7 +507,8 @@ def describe(path: Path) -> str:
         return "refused"
     lines = []
     for name, array in tensors.items():
-        words = [name, CODES[array.dtype.name], *array.shape, ":", *(f"{byte:02x}" for byte in array.tobytes())]
+        data = [f"{byte:02x}" for byte in array.tobytes()]
+        words = [name.encode().hex(), CODES[array.dtype.name], *array.shape, ":", *data]
         lines.append(" ".join(map(str, words)) + ";")
     return "".join(lines)
 
@@ -624,7 +627,7 @@ def test_names_that_write_refuses(tmp_path, name, message):
 )
 def test_values_that_write_refuses(tmp_path, value):
     (tmp_path / "a.kdtr").write_bytes(b"old")
-    with pytest.raises(kdtr.KdtrDtypeError, match="tensor 'bad': (has dtype .* must be one of|is a .* must be)"):
+    with pytest.raises(kdtr.KdtrDtypeError, match=r"tensor 'bad': (has dtype .* must be one of|is a .* must be)"):
         kdtr.write(tmp_path / "a.kdtr", {"good": np.zeros(3), "bad": value})
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
@@ -692,10 +695,10 @@ def test_a_real_limit_on_the_file_size(tmp_path):
 
 
 def test_folders_that_cannot_be_written_to(tmp_path):
-    with pytest.raises(FileNotFoundError, match="cannot write the KDTR file.*missing"):
+    with pytest.raises(FileNotFoundError, match=r"cannot write the KDTR file.*missing"):
         kdtr.write(tmp_path / "missing" / "a.kdtr", GOLDEN)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError, match="cannot write the KDTR file.*folder"):
+    with pytest.raises(IsADirectoryError, match=r"cannot write the KDTR file.*folder"):
         kdtr.write(tmp_path / "folder", GOLDEN)
     assert [file.name for file in tmp_path.rglob("*")] == ["folder"]
 

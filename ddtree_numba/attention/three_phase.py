@@ -37,7 +37,7 @@ from ddtree_numba.attention.problem import Problem
 from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import HOST
 from ddtree_numba.device.bf16 import array_from_f32, array_to_f32, from_f32, to_f32
-from ddtree_numba.device.launch import device_name, launch, shared_bytes_limit
+from ddtree_numba.device.launch import device_name, jit, launch, shared_bytes_limit
 from ddtree_numba.device.runtime import require_backend
 
 # Python threads are dear in the simulator. A smaller block changes the order of phase 2's sum alone.
@@ -145,7 +145,7 @@ def block_sum(partial, value):
     return result
 
 
-@cuda.jit
+@jit(threads=THREADS, blocks_per_sm=4)
 def kernel(
     q_nope, q_pe, kv_cache, block_table, cache_seqlens, tree_mask, bits_per_word, sm_scale, max_seqlen, out, lse
 ):
@@ -173,15 +173,19 @@ def kernel(
     cuda.syncthreads()  # gpu: phase 1 reads the whole row
 
     # Phase 1: the scores of the visible keys
+    q_lane = q_row[lane:]  # gpu: a lane takes every LANES-th column from its own on
     for first in range(0, num_keys, KEYS_PER_PASS):
         stop = min(first + KEYS_PER_PASS, num_keys)
         for key in range(first + group, stop, THREADS // LANES):
             s = NEG_INF
             if key < prefix or sees(tree_mask, bits_per_word, b, i, key - prefix):
                 page, slot = locate(block_table, b, key, num_pages, page_size)
+                row = kv_cache[page, slot, lane:]
                 s = ZERO
-                for c in range(lane, head_dim, LANES):
-                    s += q_row[c] * to_f32(kv_cache[page, slot, c])
+                c = 0
+                while c < head_dim - lane:
+                    s += q_lane[c] * to_f32(row[c])
+                    c += LANES
             partial[(key - first) * PITCH + lane] = s
         cuda.syncthreads()  # gpu: the partial sums of this pass are complete
         for key in range(first + t, stop, THREADS):
@@ -217,8 +221,12 @@ def kernel(
         while key < prefix:  # prefix: runs of keys that lie in one page and one chunk
             page, slot = locate(block_table, b, key, num_pages, page_size)
             stop = min(key - key % CHUNK + CHUNK, key + page_size - slot, prefix)
-            for n in range(stop - key):
-                chunk += scores[key + n] * to_f32(kv_cache[page, slot + n, d])
+            p_run = scores[key:stop]
+            column = kv_cache[page, slot : slot + stop - key, d]
+            n = 0
+            while n < stop - key:
+                chunk += p_run[n] * to_f32(column[n])
+                n += 1
             key = stop
             if key % CHUNK == 0:
                 acc += chunk
@@ -235,6 +243,30 @@ def kernel(
         out[b, i, h, d] = from_f32(acc / l_i, out)
     if t == 0:
         lse[b, i, h] = m_i + math.log(l_i)
+
+
+def error_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
+    """Bound on the relative Frobenius error of float32 outputs against exact arithmetic; docs/numerics.md derives it.
+
+    Parameters
+    ----------
+    logit_magnitude : float
+        Softmax-weighted root mean square of the scaled logits (or of their terms' norm, where that is larger), nats.
+    num_keys : int
+        Visible keys of the longest row.
+    head_dim : int
+        D.
+
+    Returns
+    -------
+    float
+        Of ``norm(out - exact) / norm(exact)``; about three times the error that independent roundings lead to.
+    """
+    a_rounding = float(np.finfo(np.float32).eps) / 2.4
+    in_logits = logit_magnitude * math.sqrt(-(-head_dim // LANES) + LANES)
+    in_exponentials = 2 * logit_magnitude + 2
+    in_sums = math.sqrt(CHUNK + -(-num_keys // CHUNK))
+    return a_rounding * math.hypot(in_logits, in_exponentials, in_sums)
 
 
 def shared_bytes(problem: Problem) -> int:
@@ -262,24 +294,21 @@ def run(problem: Problem) -> None:
             f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, enough for max_seqlen = {longest}. "
             "Pass a smaller max_seqlen if the prefixes are shorter"
         )
-    out, lse = problem.out.as_numba(), problem.lse.as_numba()
     args = (
-        problem.q_nope.as_numba(),
-        problem.q_pe.as_numba(),
-        problem.kv_cache.as_numba(),
-        problem.block_table.as_numba(),
-        problem.cache_seqlens.as_numba(),
-        problem.tree_mask.as_numba(),
+        problem.q_nope,
+        problem.q_pe,
+        problem.kv_cache,
+        problem.block_table,
+        problem.cache_seqlens,
+        problem.tree_mask,
         np.int32(problem.bits_per_word),
         np.float32(problem.sm_scale),
         np.int32(problem.max_seqlen),
-        out,
-        lse,
+        problem.out,
+        problem.lse,
     )
     blocks = (problem.num_heads, problem.num_nodes, problem.batch)
-    launch(kernel, blocks, THREADS, args, kind=problem.q_nope.kind, device=device, shared_bytes=nbytes)
-    problem.out.copy_back(out)
-    problem.lse.copy_back(lse)
+    launch(kernel, blocks, THREADS, args, results=2, shared_bytes=nbytes)
 
 
 def run_mirror(problem: Problem) -> None:

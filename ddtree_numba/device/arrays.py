@@ -98,26 +98,25 @@ class View:
     def as_numpy(self) -> np.ndarray:
         """The caller's host memory as a NumPy array; kernels' dtypes (bfloat16 as uint16, bool as uint8)."""
         assert self.device == HOST
-        return np.asarray(_HostMemory(self._interface(_kernel_dtype(self.dtype)), self.owner))
-
-    def as_numba(self) -> Any:
-        """The array that a kernel takes (bfloat16 as uint16, bool as uint8): a view, or for NumPy a device copy."""
-        if runtime.SIMULATOR:
-            return SimulatedArray(self.as_numpy())
-        if self.device == HOST:
-            return cuda.to_device(np.ascontiguousarray(self.as_numpy()).reshape(self.shape))
-        return cuda.from_cuda_array_interface(self._interface(_kernel_dtype(self.dtype)), owner=self.owner, sync=False)
-
-    def copy_back(self, result: Any) -> None:
-        """Bring a kernel's result home where `as_numba` had to copy; nothing to do otherwise."""
-        if self.device == HOST and not runtime.SIMULATOR:
-            np.copyto(self.as_numpy(), result.copy_to_host())
+        return np.asarray(_HostMemory(self._interface(kernel_dtype(self.dtype)), self.owner))
 
     def to_host(self) -> np.ndarray:
         """A NumPy copy of the contents, for checks on the host (synchronizes)."""
         if self.device == HOST:
             return self.as_numpy().copy()
-        return _copy_strided(self)
+        from cuda.bindings import driver
+
+        # The bytes between the first and the last element travel; the host picks the elements by their strides.
+        low, high = self.extent()
+        raw = np.empty(high - low, np.uint8)
+        if raw.size:
+            with cuda.gpus[self.device]:
+                cuda.synchronize()
+                (status,) = driver.cuMemcpyDtoH(raw.ctypes.data, low, raw.size)
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise RuntimeError(f"{self} could not be copied to the host ({status.name})")
+        dtype = kernel_dtype(self.dtype)
+        return np.ndarray(self.shape, dtype, buffer=raw, offset=self.pointer - low, strides=self.strides).copy()
 
 
 class _HostMemory:
@@ -128,7 +127,8 @@ class _HostMemory:
         self.owner = owner
 
 
-def _kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What a kernel sees: bfloat16 as its bits in uint16, bool as uint8."""
     return {BFLOAT16: np.dtype(np.uint16), np.dtype(np.bool_): np.dtype(np.uint8)}.get(dtype, dtype)
 
 
@@ -189,19 +189,34 @@ def _view_host(name: str, x: np.ndarray, owner: Any) -> View:
 
 def _view_device(name: str, x: Any, kind: str) -> View:
     if kind == "torch":
-        x = x.detach()
+        dtype = _torch_dtype(name, x)
+        strides = tuple(n * dtype.itemsize for n in x.stride())
+        return View(name, kind, x.device.index, x.data_ptr(), tuple(x.shape), strides, dtype, False, x)
+    if kind == "cupy":
+        return View(name, kind, x.device.id, x.data.ptr, x.shape, x.strides, x.dtype, False, x)
     interface = x.__cuda_array_interface__
-    shape = tuple(interface["shape"])
-    if str(getattr(x, "dtype", "")).split(".")[-1] == "bfloat16":
-        dtype = BFLOAT16
-    else:
-        dtype = np.dtype(interface["typestr"])
-    strides = interface.get("strides")
-    if strides is None:
-        strides = [dtype.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))]
+    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     pointer, read_only = interface["data"]
+    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
     device = cuda.get_current_device().id if 0 in shape else _device_of(name, pointer)
     return View(name, kind, device, pointer or 0, shape, tuple(strides), dtype, bool(read_only), x)
+
+
+def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of an array in C order."""
+    strides = []
+    for n in reversed(shape):
+        strides.append(itemsize)
+        itemsize *= n
+    return tuple(reversed(strides))
+
+
+def _torch_dtype(name: str, x: Any) -> np.dtype[Any]:
+    text = str(x.dtype).split(".")[-1]
+    try:
+        return BFLOAT16 if text == "bfloat16" else np.dtype(text)
+    except TypeError:
+        raise TypeError(f"{name} has dtype {x.dtype}, which no kernel takes") from None
 
 
 def _device_of(name: str, pointer: int) -> int:
@@ -295,7 +310,7 @@ def empty(name: str, like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -
         with cupy.cuda.Device(like.device):
             return cupy.empty(shape, dtype)
     if like.kind == "numba":
-        return cuda.device_array(shape, _kernel_dtype(dtype))
+        return cuda.device_array(shape, kernel_dtype(dtype))
     return np.empty(shape, dtype)
 
 

@@ -5,15 +5,22 @@ The one place that uses Numba's internals, so that another version of Numba mean
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
 import sys
 import threading
-from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 from numba import cuda
+from numba.cuda import types
 
 from ddtree_numba.device import runtime
-from ddtree_numba.device.arrays import HOST
+from ddtree_numba.device.arrays import HOST, View, contiguous_strides, kernel_dtype, view
+
+if runtime.SIMULATOR:
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray as SimulatedArray
 
 # What a kernel gets without asking; beyond it a kernel attribute must be raised first (CUDA C++ Programming Guide,
 # "Shared Memory", compute capability 7.x and later).
@@ -43,20 +50,18 @@ def shared_bytes_limit(device: int) -> int:
     return int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
-def caller_stream(kind: str, device: int) -> Any:
-    """The stream that the caller's library works on now: PyTorch's, CuPy's, or Numba's default stream."""
-    pointer = 0
-    if kind == "torch":
-        pointer = sys.modules["torch"].cuda.current_stream(device).cuda_stream
-    elif kind == "cupy":
-        pointer = sys.modules["cupy"].cuda.get_current_stream().ptr
-    return cuda.external_stream(pointer) if pointer else 0
+def jit(*, threads: int, blocks_per_sm: int) -> Any:
+    """``cuda.jit`` for a kernel whose register use must leave room for ``blocks_per_sm`` blocks of ``threads``.
+
+    The simulator has no registers and does not know the option.
+    """
+    return cuda.jit if runtime.SIMULATOR else cuda.jit(launch_bounds=(threads, blocks_per_sm))
 
 
 def launch(
-    kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], *, kind: str, device: int, shared_bytes: int
+    kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], *, results: int, shared_bytes: int
 ) -> None:
-    """Start a kernel on the caller's stream; returns before it has run.
+    """Start a kernel on the caller's current stream; for device arrays this returns before it has run.
 
     Parameters
     ----------
@@ -66,29 +71,88 @@ def launch(
         Grid (x, y, z).
     threads : int
         Threads a block.
-    args : tuple
-        Numba arrays and NumPy scalars.
-    kind, device
-        Of the caller's arrays, as in `View`.
+    args : tuple of View, numpy.int32 and numpy.float32
+        The first is a View, whose place and kind decide device and stream.
+    results : int
+        How many of the last arguments are written to. Host arrays are copied to the device, and these copied back.
     shared_bytes : int
         Dynamic shared memory of a block, in bytes.
+
+    Raises
+    ------
+    RuntimeError
+        There is no usable GPU and the simulator is off.
     """
     runtime.require_backend()
     if runtime.SIMULATOR:
         _simulate(kernel, blocks, threads, args, shared_bytes)
-        return
-    with nullcontext() if device == HOST else cuda.gpus[device]:
-        compiled = kernel.compile(tuple(kernel.typeof_pyval(a) for a in args))
-        if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
-            _allow_shared_bytes(compiled, shared_bytes)
-        stream = cuda.cudadrv.driver._to_core_stream(caller_stream(kind, device))
-        compiled.launch(args, blocks, (threads, 1, 1), stream, shared_bytes)
+    elif args[0].device == HOST:
+        on_device = tuple(_copy_to_device(a) if isinstance(a, View) else a for a in args)
+        _launch(kernel, blocks, threads, on_device, shared_bytes)
+        for home, copy in zip(args[-results:], on_device[-results:], strict=True):
+            np.copyto(home.as_numpy(), copy.owner.copy_to_host())
+    elif args[0].device == cuda.get_current_device().id:
+        _launch(kernel, blocks, threads, args, shared_bytes)
+    else:
+        with cuda.gpus[args[0].device]:
+            _launch(kernel, blocks, threads, args, shared_bytes)
 
 
-def _allow_shared_bytes(compiled: Any, shared_bytes: int) -> None:
+def _copy_to_device(x: View) -> View:
+    return view(x.name, cuda.to_device(np.ascontiguousarray(x.as_numpy()).reshape(x.shape)))
+
+
+def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int) -> None:
+    from cuda.core import LaunchConfig
+    from cuda.core import launch as core_launch
+
+    function = _compiled(kernel, args[0].device, tuple(_type_key(a) for a in args))
+    if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
+        _allow_shared_bytes(function, shared_bytes)
+    # What Numba's own launch would prepare from its device arrays, made from the views, which costs a tenth of that.
+    words: list[Any] = []
+    for a in args:
+        if isinstance(a, View):
+            words += [0, 0, math.prod(a.shape), a.dtype.itemsize, a.pointer, *a.shape, *a.strides]
+        else:
+            words.append(ctypes.c_float(a) if isinstance(a, np.float32) else ctypes.c_int32(a))
+    config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
+    core_launch(_caller_stream(args[0].kind, args[0].device), config, function.kernel, *words)
+
+
+def _caller_stream(kind: str, device: int) -> Any:
+    """The stream that the caller's library works on now: PyTorch's, CuPy's, or Numba's default stream."""
+    from cuda.core import Stream
+
+    pointer = 0
+    if kind == "torch":
+        pointer = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    elif kind == "cupy":
+        pointer = sys.modules["cupy"].cuda.get_current_stream().ptr
+    return Stream.from_handle(pointer)
+
+
+def _type_key(a: Any) -> Any:
+    """Numba's layout of an argument: dtype, rank and whether it is in C order; a scalar's dtype alone."""
+    if not isinstance(a, View):
+        return a.dtype.name, 0, ""
+    wanted = contiguous_strides(a.shape, a.dtype.itemsize)
+    in_c_order = all(n == 1 or s == w for n, s, w in zip(a.shape, a.strides, wanted, strict=True))
+    return kernel_dtype(a.dtype).name, len(a.shape), "C" if in_c_order else "A"
+
+
+@functools.cache
+def _compiled(kernel: Any, device: int, keys: tuple[tuple[str, int, str], ...]) -> Any:
+    """The kernel's function on a device for arguments of these types, compiled on first use."""
+    signature = tuple(
+        types.Array(getattr(types, name), rank, layout) if rank else getattr(types, name) for name, rank, layout in keys
+    )
+    return kernel.compile(signature)._codelibrary.get_cufunc()
+
+
+def _allow_shared_bytes(function: Any, shared_bytes: int) -> None:
     from cuda.bindings import driver
 
-    function = compiled._codelibrary.get_cufunc()
     key = (int(function.handle), function.device.id)
     if _shared_bytes_allowed.get(key, 0) >= shared_bytes:
         return
@@ -101,10 +165,11 @@ def _allow_shared_bytes(compiled: Any, shared_bytes: int) -> None:
 
 def _simulate(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int) -> None:
     """One Python thread per CUDA thread: a short switch interval lets each reach the next barrier 3-10 times sooner."""
+    simulated = [SimulatedArray(a.as_numpy()) if isinstance(a, View) else a for a in args]
     with _simulator_lock:
         interval = sys.getswitchinterval()
         sys.setswitchinterval(5e-5)
         try:
-            kernel[blocks, threads, 0, shared_bytes](*args)
+            kernel[blocks, threads, 0, shared_bytes](*simulated)
         finally:
             sys.setswitchinterval(interval)

@@ -1,0 +1,442 @@
+"""The reference files and what makes them: regeneration, the float64 oracle, the best-first builder.
+
+Everything else is held against these, so they are held against less: hand-computed numbers, scalar loops over Python
+floats, and enumeration of all trees of a small problem.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ddtree_numba import kdtr
+from refs import make_refs, oracle, trees
+
+REFS = Path(make_refs.__file__).parent
+RESULTS = ("out", "lse")
+STATISTICS = ("logit_std", "logit_max", "logit_magnitude")
+ARGUMENTS = ("q", "kv_cache", "cache_seqlens", "tree_mask", "sm_scale", "kv_lora_rank", "block_table")
+each_case = pytest.mark.parametrize("case", make_refs.CASES, ids=lambda case: case.name)
+
+
+def stored(case: make_refs.Case) -> dict[str, Any]:
+    return kdtr.read(REFS / f"{case.name}.kdtr")
+
+
+# Reference files
+
+
+@pytest.fixture(scope="module")
+def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("refs") / "new"
+    make_refs.main(["--out", str(folder)])
+    return folder
+
+
+def test_files_are_those_of_the_table(regenerated: Path) -> None:
+    names = sorted(f"{case.name}.kdtr" for case in make_refs.CASES)
+    assert sorted(path.name for path in REFS.glob("*.kdtr")) == names
+    assert sorted(path.name for path in regenerated.iterdir()) == names
+    assert sum(path.stat().st_size for path in REFS.glob("*.kdtr")) <= 24e6
+
+
+def test_generator_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, str(REFS / "make_refs.py"), "--help"]
+    assert "--out" in subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+
+@each_case
+def test_regeneration(case: make_refs.Case, regenerated: Path) -> None:
+    old, new = stored(case), kdtr.read(regenerated / f"{case.name}.kdtr")
+    assert list(old) == list(new)
+    for name in old:
+        assert (old[name].dtype, old[name].shape) == (new[name].dtype, new[name].shape), name
+        if name in STATISTICS:
+            np.testing.assert_allclose(new[name], old[name], rtol=1e-12, err_msg=name)
+        elif name in RESULTS:
+            same_infinities = np.isinf(old[name]) == np.isinf(new[name])
+            assert same_infinities.all() and not np.isnan(new[name]).any(), name
+            finite = np.isfinite(old[name])
+            gap = np.abs(old[name][finite] - new[name][finite])
+            assert (gap <= np.spacing(np.abs(old[name][finite]))).all(), f"{name}: worst {gap.max()}"
+        else:
+            assert old[name].tobytes() == new[name].tobytes(), name
+
+
+@each_case
+def test_layout(case: make_refs.Case) -> None:
+    t = stored(case)
+    num_requests, num_nodes = len(case.prefixes), max(case.tree_budgets) + 1
+    assert t["operator"].tobytes() == b"verify_attention"
+    assert t["q"].shape == (num_requests, num_nodes, case.num_heads, 576) and t["q"].dtype == np.float32
+    assert t["out"].shape == (num_requests, num_nodes, case.num_heads, 512) and t["out"].dtype == np.float32
+    assert t["lse"].shape == t["out"].shape[:3] and t["lse"].dtype == np.float32
+    assert t["cache_seqlens"].tolist() == list(case.prefixes) and t["cache_seqlens"].dtype == np.int32
+    assert t["num_nodes"].tolist() == [budget + 1 for budget in case.tree_budgets]
+    assert t["tree_mask"].shape == (num_requests, num_nodes, 1) and t["tree_mask"].dtype == np.uint32
+    assert (t["kv_lora_rank"].dtype, t["kv_lora_rank"].shape, int(t["kv_lora_rank"])) == (np.int32, (), 512)
+    assert (t["sm_scale"].dtype, t["sm_scale"].shape) == (np.float64, ())
+    assert float(t["sm_scale"]) == pytest.approx(192**-0.5 * (0.1 * math.log(64) + 1) ** 2, rel=1e-15)
+    assert ("block_table" in t) == (case.page_size is not None)
+
+
+@each_case
+def test_live_rows_are_finite_and_all_others_poison(case: make_refs.Case) -> None:
+    t = stored(case)
+    cache = t["kv_cache"]
+    live = np.zeros(cache.shape[:2], dtype=bool)
+    for b, length in enumerate(case.prefixes):
+        for position in range(length + t["q"].shape[1]):
+            if case.page_size is None:
+                place = (b, position)
+            else:
+                assert cache.shape[1] == case.page_size
+                page = t["block_table"][b, position // case.page_size]
+                assert 0 <= page < cache.shape[0]
+                place = (page, position % case.page_size)
+            assert not live[place], "two positions share a row"
+            live[place] = True
+    assert np.isfinite(cache[live]).all() and np.isnan(cache[~live]).all()
+    assert (~live).any()
+
+
+def test_paged_file_has_shuffled_pages_and_stale_entries() -> None:
+    (case,) = (case for case in make_refs.CASES if case.page_size)
+    t = stored(case)
+    table, num_pages = t["block_table"], t["kv_cache"].shape[0]
+    invalid = (table < 0) | (table >= num_pages)
+    assert set(table[invalid].tolist()) == {2147480000, -1} and invalid.any(axis=1).all()
+    assert len(table[~invalid]) < num_pages
+    assert (np.diff(table[0][~invalid[0]]) < 0).any()
+
+
+@each_case
+def test_trees_are_real_and_mask_and_depths_follow_parents(case: make_refs.Case) -> None:
+    t = stored(case)
+    num_requests, num_nodes = t["parents"].shape
+    for b in range(num_requests):
+        count = int(t["num_nodes"][b])
+        parents, depths = t["parents"][b].tolist(), t["depths"][b].tolist()
+        sees: list[set[int]] = [{0}]
+        for i in range(1, count):
+            assert 0 <= parents[i] < i
+            assert depths[i] == depths[parents[i]] + 1
+            sees.append(sees[parents[i]] | {i})
+        assert parents[0] == -1 and depths[0] == 0
+        assert parents[count:] == [-1] * (num_nodes - count) and depths[count:] == [0] * (num_nodes - count)
+        sees += [set()] * (num_nodes - count)
+        assert [int(word) for word in t["tree_mask"][b, :, 0]] == [sum(2**j for j in row) for row in sees]
+        leaves = count - len(set(parents[1:count]))
+        branching = [i for i in range(count) if parents.count(i) >= 2]
+        assert leaves >= 2 and 2 <= max(depths) <= 8
+        assert count <= 7 or (max(depths) >= 3 and leaves >= 3 and any(i > 0 for i in branching))
+    masks = {t["tree_mask"][b].tobytes() for b in range(num_requests)}
+    assert len(masks) == num_requests, "equal masks would hide a mix-up of requests"
+
+
+@each_case
+def test_statistics_say_what_the_logits_are(case: make_refs.Case) -> None:
+    t = stored(case)
+    assert float(t["logit_std"]) == pytest.approx(case.logit_std, rel=0.15)
+    found = oracle.logit_statistics(**{name: t[name] for name in ARGUMENTS if name in t})
+    assert found == {name: pytest.approx(float(t[name]), rel=1e-12) for name in STATISTICS}
+    # Real caches have a mean, which outputs keep while the rest averages out.
+    latent = t["kv_cache"][..., :512]
+    means = np.abs(np.nanmean(latent, axis=(0, 1), dtype=np.float64))
+    assert means.max() > 0.5 * case.latent_std
+
+
+def test_some_nodes_see_nothing_and_some_only_the_prefix() -> None:
+    empty, prefix_only = 0, 0
+    for case in make_refs.CASES:
+        t = stored(case)
+        blind = (t["tree_mask"] == 0).all(axis=2)
+        nothing = blind & (t["cache_seqlens"] == 0)[:, None]
+        assert (t["lse"][nothing] == -np.inf).all() and (t["out"][nothing] == 0).all()
+        assert np.isfinite(t["lse"][~nothing]).all() and (t["out"][~nothing] != 0).any(axis=2).all()
+        empty += int(nothing.sum())
+        prefix_only += int((blind & ~nothing).sum())
+    assert empty and prefix_only
+
+
+# Best-first trees
+
+
+def all_prefixes(logprobs: np.ndarray) -> list[tuple[float, tuple[int, ...]]]:
+    """Every prefix as (-score, ranks), in the order of the rule; scores by direct sums."""
+    found = []
+    for depth in range(1, len(logprobs) + 1):
+        for ranks in itertools.product(range(logprobs.shape[1]), repeat=depth):
+            values = [float(logprobs[d, r]) for d, r in enumerate(ranks)]
+            if all(math.isfinite(x) for x in values):
+                found.append((-sum(values), ranks))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_best_first_is_the_head_of_all_prefixes_in_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    num_positions, num_candidates = rng.integers(1, 4, size=2)
+    # Few distinct values, zero among them: most pops are decided by a tie. Quarters make direct sums exact.
+    drops = rng.integers(0, 1 + seed % 4, size=(num_positions, num_candidates))
+    logprobs = (-np.cumsum(drops, axis=1) / 4).astype(np.float32)
+    if seed % 3 == 0:
+        logprobs[-1, -1] = (-np.inf, np.nan)[seed % 2]
+    ordered = all_prefixes(logprobs)
+    for tree_budget in (0, 1, 2, 3, 5, 8, 13, 1000):
+        tree = trees.best_first_tree(logprobs, tree_budget)
+        head = [(0.0, ()), *ordered[:tree_budget]]
+        assert tree["ranks"] == [ranks for _, ranks in head]
+        assert tree["scores"].tolist() == [-negative for negative, _ in head]
+        assert tree["depths"].tolist() == [len(ranks) for _, ranks in head]
+        assert tree["parents"][0] == -1
+        for ranks, parent in zip(tree["ranks"][1:], tree["parents"][1:], strict=True):
+            assert tree["ranks"][parent] == ranks[:-1]
+        assert {name: tree[name].dtype.name for name in ("parents", "depths", "scores")} == {
+            "parents": "int32",
+            "depths": "int32",
+            "scores": "float64",
+        }
+
+
+def test_no_other_tree_has_a_higher_expected_acceptance() -> None:
+    logprobs = np.log(np.array([[0.5, 0.3, 0.1], [0.6, 0.2, 0.15]], dtype=np.float32))
+    prefixes = [ranks for _, ranks in all_prefixes(logprobs)]
+    weight = {ranks: math.exp(-negative) for negative, ranks in all_prefixes(logprobs)}
+    for tree_budget in range(1, len(prefixes) + 1):
+        best = max(
+            sum(weight[ranks] for ranks in nodes)
+            for nodes in itertools.combinations(prefixes, tree_budget)
+            if all(len(ranks) == 1 or ranks[:-1] in nodes for ranks in nodes)
+        )
+        tree = trees.best_first_tree(logprobs, tree_budget)
+        assert sum(weight[ranks] for ranks in tree["ranks"][1:]) == pytest.approx(best, rel=1e-12)
+
+
+def test_all_ties_give_the_lexicographic_order() -> None:
+    tree = trees.best_first_tree(np.zeros((2, 2), np.float32), 10)
+    assert tree["ranks"] == [(), (0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
+
+
+def test_scores_follow_the_recurrence_in_float64() -> None:
+    logprobs = np.array([[-5.774e-11, -9.0], [-1.0, -5.0]], dtype=np.float32)
+    a, b, c = float(logprobs[0, 0]), float(logprobs[1, 0]), float(logprobs[1, 1])
+    assert a + b - b + c != a + c  # the last bit at stake
+    tree = trees.best_first_tree(logprobs, 10)
+    assert tree["scores"][tree["ranks"].index((0, 1))] == a + b - b + c
+
+
+@pytest.mark.parametrize("end", [np.nan, -np.inf])
+def test_nan_and_minus_inf_end_their_row(end: float) -> None:
+    logprobs = np.array([[-0.5, -1, end, -1.5], [end, -1, -2, -3]], dtype=np.float32)
+    assert trees.best_first_tree(logprobs, 10)["ranks"] == [(), (0,), (1,)]
+    assert trees.best_first_tree(logprobs[1:], 10)["ranks"] == [()]
+
+
+def test_empty_problems_give_the_root() -> None:
+    for logprobs, tree_budget in ((np.zeros((0, 3)), 4), (np.zeros((3, 0)), 4), (np.zeros((3, 3)), 0)):
+        tree = trees.best_first_tree(logprobs.astype(np.float32), tree_budget)
+        assert (tree["parents"].tolist(), tree["depths"].tolist(), tree["scores"].tolist()) == ([-1], [0], [0.0])
+        assert tree["ranks"] == [()]
+
+
+# Oracle
+
+
+def problem(seed: int, *, num_nodes: int = 5, paged: bool = False, poison: bool = True) -> dict[str, Any]:
+    """Three requests of 7, 0 and 2 prefix rows, R = 4, P = 2, a random mask (no tree), NaN where no live row stands."""
+    rng = np.random.default_rng(seed)
+    lengths = np.array([7, 0, 2], dtype=np.int32)
+    q = rng.standard_normal((3, num_nodes, 2, 6)).astype(np.float32)
+    cache = np.full((3, 7 + num_nodes + 4, 6), np.nan if poison else 1.0, dtype=np.float32)
+    for b, length in enumerate(lengths):
+        cache[b, : length + num_nodes] = rng.standard_normal((length + num_nodes, 6))
+    mask = rng.random((3, num_nodes, num_nodes)) < 0.5
+    mask[0, 1] = False  # sees the prefix only
+    mask[1, 1] = False  # sees nothing
+    arguments = {"q": q, "kv_cache": cache, "cache_seqlens": lengths, "tree_mask": mask}
+    if paged:
+        page_size = 3
+        num_pages = -(-cache.shape[1] // page_size)
+        table = rng.permutation(3 * num_pages).reshape(3, num_pages).astype(np.int32)
+        pages = np.full((3 * num_pages, page_size, 6), np.nan, dtype=np.float32)
+        for b, position in np.ndindex(*cache.shape[:2]):
+            pages[table[b, position // page_size], position % page_size] = cache[b, position]
+        for b, length in enumerate(lengths):
+            table[b, -(-(length + num_nodes) // page_size) :] = 2147480000
+        arguments |= {"kv_cache": pages, "block_table": table}
+    return {**arguments, "sm_scale": 0.7, "kv_lora_rank": 4}
+
+
+def visible_rows(t: dict[str, Any], b: int, i: int) -> list[list[float]]:
+    """The rows that a node sees, as Python floats; tree_mask is bool."""
+    length = int(t["cache_seqlens"][b])
+    rows = []
+    for position in range(length + t["q"].shape[1]):
+        if position < length or t["tree_mask"][b][i][position - length]:
+            if "block_table" in t:
+                page, slot = divmod(position, t["kv_cache"].shape[1])
+                rows.append([float(x) for x in t["kv_cache"][t["block_table"][b][page]][slot]])
+            else:
+                rows.append([float(x) for x in t["kv_cache"][b][position]])
+    return rows
+
+
+def logits(t: dict[str, Any], b: int, i: int, h: int) -> list[float]:
+    q = [float(x) for x in t["q"][b, i, h]]
+    return [t["sm_scale"] * sum(x * y for x, y in zip(q, row, strict=True)) for row in visible_rows(t, b, i)]
+
+
+def packed(mask: np.ndarray) -> np.ndarray:
+    words = np.zeros((*mask.shape[:2], -(-mask.shape[2] // 32)), dtype=np.uint32)
+    for b, i, j in np.argwhere(mask):
+        words[b, i, j // 32] += np.uint32(2 ** (j % 32))
+    return words
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_oracle_against_a_loop_over_elements(paged: bool) -> None:
+    t = problem(11, paged=paged)
+    out, lse = oracle.verify_attention(**t)
+    assert out.dtype == lse.dtype == np.float64 and out.shape == (3, 5, 2, 4) and lse.shape == (3, 5, 2)
+    for b, i, h in np.ndindex(*lse.shape):
+        rows, weights = visible_rows(t, b, i), [math.exp(s) for s in logits(t, b, i, h)]
+        if not rows:
+            assert (b, i) == (1, 1) and lse[b, i, h] == -np.inf and out[b, i, h].tolist() == [0] * 4
+            continue
+        assert lse[b, i, h] == pytest.approx(math.log(sum(weights)), rel=1e-13, abs=1e-13)
+        for r in range(4):
+            expected = sum(w * row[r] for w, row in zip(weights, rows, strict=True)) / sum(weights)
+            assert out[b, i, h, r] == pytest.approx(expected, rel=1e-13, abs=1e-13)
+    assert np.isneginf(lse).sum() == 2
+
+
+def test_oracle_two_keys_by_hand() -> None:
+    q = np.ones((1, 1, 1, 3), dtype=np.float32)
+    kv_cache = np.array([[[1, 0, 0], [0, 2, 1]]], dtype=np.float32)  # logits 0.5 and 1.5
+    out, lse = oracle.verify_attention(q, kv_cache, np.array([1]), None, sm_scale=0.5, kv_lora_rank=2)
+    assert out.ravel().tolist() == pytest.approx([1 / (1 + math.e), 2 * math.e / (1 + math.e)], rel=1e-15)
+    assert lse.item() == pytest.approx(0.5 + math.log(1 + math.e), rel=1e-15)
+
+
+def test_oracle_zero_query_gives_the_mean_of_the_visible_rows() -> None:
+    t = problem(12)
+    out, lse = oracle.verify_attention(**t | {"q": np.zeros_like(t["q"])})
+    for b, i, h in np.ndindex(*lse.shape):
+        rows = visible_rows(t, b, i)
+        if rows:
+            np.testing.assert_allclose(out[b, i, h], np.mean(rows, axis=0)[:4], rtol=1e-14, atol=1e-15)
+            assert lse[b, i, h] == pytest.approx(math.log(len(rows)), rel=1e-15)
+
+
+def test_oracle_does_not_overflow() -> None:
+    t = problem(13)
+    out, lse = oracle.verify_attention(**t | {"sm_scale": 1e5})
+    seen = np.isfinite(lse)
+    assert np.isfinite(out).all() and seen.sum() == lse.size - 2
+    assert np.abs(lse[seen]).max() > 1e4
+
+
+@pytest.mark.parametrize("num_nodes", [5, 32, 33, 70])
+def test_oracle_mask_encodings_agree(num_nodes: int) -> None:
+    t = problem(14, num_nodes=num_nodes)
+    words = packed(t["tree_mask"])
+    expected = oracle.verify_attention(**t)
+    if num_nodes % 32:
+        words[..., -1] |= np.uint32(2**32 - 2 ** (num_nodes % 32))  # bits behind the last node mean nothing
+    for got, want in zip(oracle.verify_attention(**t | {"tree_mask": words}), expected, strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
+def test_oracle_without_a_mask_is_causal() -> None:
+    t = problem(15)
+    causal = np.broadcast_to(np.arange(5)[:, None] >= np.arange(5), (3, 5, 5))
+    expected = oracle.verify_attention(**t | {"tree_mask": causal})
+    for got, want in zip(oracle.verify_attention(**t | {"tree_mask": None}), expected, strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_oracle_takes_each_float_exactly(dtype: Any) -> None:
+    t = problem(16)
+    narrow = t | {"q": t["q"].astype(dtype), "kv_cache": t["kv_cache"].astype(dtype)}
+    wide = narrow | {name: narrow[name].astype(np.float64) for name in ("q", "kv_cache")}
+    for got, want in zip(oracle.verify_attention(**narrow), oracle.verify_attention(**wide), strict=True):
+        assert got.tobytes() == want.tobytes()
+    assert oracle.logit_statistics(**narrow) == oracle.logit_statistics(**wide)
+
+
+def test_oracle_reads_no_row_that_a_node_does_not_see() -> None:
+    t = problem(17)
+    clean = oracle.verify_attention(**t)
+    assert np.isfinite(clean[0]).all()  # NaN stands behind the live rows
+    t["kv_cache"][0, 7 + 3] = np.nan  # node 3 of request 0
+    sees = t["tree_mask"][0, :, 3]
+    assert sees.any() and not sees.all()
+    out, lse = oracle.verify_attention(**t)
+    assert np.isnan(out[0, sees]).all() and np.isnan(lse[0, sees]).all()
+    out[0, sees], lse[0, sees] = clean[0][0, sees], clean[1][0, sees]
+    assert out.tobytes() == clean[0].tobytes() and lse.tobytes() == clean[1].tobytes()
+
+
+def test_oracle_idle_slot_reads_no_page() -> None:
+    t = problem(18, paged=True)
+    t["tree_mask"][1] = False
+    t["block_table"][1] = 2147480000  # would be an IndexError
+    out, lse = oracle.verify_attention(**t)
+    assert (out[1] == 0).all() and (lse[1] == -np.inf).all() and np.isfinite(lse[[0, 2]]).all()
+
+
+def test_oracle_of_no_request() -> None:
+    t = problem(19)
+    none = t | {name: t[name][:0] for name in ("q", "kv_cache", "cache_seqlens", "tree_mask")}
+    out, lse = oracle.verify_attention(**none)
+    assert out.shape == (0, 5, 2, 4) and lse.shape == (0, 5, 2)
+
+
+def test_oracle_refuses_dtypes_that_it_would_misread() -> None:
+    t = problem(20)
+    for function in (oracle.verify_attention, oracle.logit_statistics):
+        for name, dtype in (("q", np.uint16), ("kv_cache", np.uint16), ("tree_mask", np.int64)):
+            with pytest.raises(TypeError, match=rf"{name} has dtype {np.dtype(dtype)}"):
+                function(**t | {name: np.zeros_like(t[name], dtype=dtype)})
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("sm_scale", [0.02, 0.7, 5.0])  # either term of the magnitude's maximum takes part
+def test_logit_statistics_by_loop(sm_scale: float, paged: bool) -> None:
+    t = problem(21, paged=paged) | {"sm_scale": sm_scale}
+    pooled: list[float] = []
+    means: list[float] = []
+    for b, i, h in np.ndindex(*t["q"].shape[:3]):
+        scores, rows = logits(t, b, i, h), visible_rows(t, b, i)
+        if not rows:
+            continue
+        pooled += scores
+        total = sum(math.exp(s) for s in scores)
+        mean = 0.0
+        for s, row in zip(scores, rows, strict=True):
+            walk = sum((sm_scale * float(x) * y) ** 2 for x, y in zip(t["q"][b, i, h], row, strict=True))
+            mean += math.exp(s) / total * max(s * s, walk)
+        means.append(mean)
+    average = sum(pooled) / len(pooled)
+    assert oracle.logit_statistics(**t) == {
+        "logit_std": pytest.approx(math.sqrt(sum((s - average) ** 2 for s in pooled) / len(pooled)), rel=1e-12),
+        "logit_max": pytest.approx(max(abs(s) for s in pooled), rel=1e-12),
+        "logit_magnitude": pytest.approx(math.sqrt(sum(means) / len(means)), rel=1e-12),
+    }
+    assert len(means) == 28  # the node that sees nothing is left out, for both heads
+
+
+def test_logit_statistics_of_nothing() -> None:
+    t = problem(22)
+    blind = t | {"cache_seqlens": np.zeros(3, np.int32), "tree_mask": np.zeros_like(t["tree_mask"])}
+    assert set(oracle.logit_statistics(**blind).values()) == {0.0}
