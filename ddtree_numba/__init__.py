@@ -4,7 +4,7 @@ Each kernel stands beside its NumPy mirror and is checked against an independent
 turns Numba's simulator on where there is no usable GPU, so import it before `numba.cuda`.
 """
 
-from ddtree_numba.device.runtime import SimulatorWarning  # isort: skip  (chooses the backend: before numba.cuda)
+import ddtree_numba.device.runtime  # isort: skip  (chooses the backend, so it comes before all that imports numba.cuda)
 
 from ddtree_numba import compare, kdtr
 from ddtree_numba._version import __version__
@@ -15,7 +15,6 @@ from ddtree_numba.masks import mask_from_parents, pack_mask, unpack_mask
 __all__ = [
     "DEEPSEEK_V3_SM_SCALE",
     "KIMI_K2_SM_SCALE",
-    "SimulatorWarning",
     "__version__",
     "compare",
     "kdtr",

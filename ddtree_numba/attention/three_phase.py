@@ -90,8 +90,9 @@ def mirror(
 
         # Phase 3: the output, each thread its own latent dimensions
         acc = np.zeros(kv_lora_rank, np.float32)
-        for key in range(0, num_keys, CHUNK):
-            chunk = np.add.reduce(p[key : key + CHUNK, None] * row[key : key + CHUNK, :kv_lora_rank], axis=0)
+        for first in range(0, num_keys, CHUNK):
+            stop = first + CHUNK
+            chunk = np.add.reduce(p[first:stop, None] * row[first:stop, :kv_lora_rank], axis=0)
             acc += chunk
         out[b, i, h] = array_from_f32(acc / l_i, out.dtype)
         lse[b, i, h] = m_i + np.log(l_i)

@@ -129,7 +129,9 @@ class _HostMemory:
 
 def kernel_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """What a kernel sees: bfloat16 as its bits in uint16, bool as uint8."""
-    return {BFLOAT16: np.dtype(np.uint16), np.dtype(np.bool_): np.dtype(np.uint8)}.get(dtype, dtype)
+    if dtype == BFLOAT16:
+        return np.dtype(np.uint16)
+    return np.dtype(np.uint8) if dtype == np.bool_ else dtype
 
 
 def view(name: str, x: Any) -> View:
@@ -275,9 +277,9 @@ def require_apart(written: View, read: list[View]) -> None:
 
 
 def _share(a: View, b: View) -> bool:
-    places = [np.asarray(_HostMemory(x._interface(np.dtype(f"V{x.dtype.itemsize}")), x.owner)) for x in (a, b)]
+    here, there = (np.asarray(_HostMemory(x._interface(np.dtype(f"V{x.dtype.itemsize}")), x.owner)) for x in (a, b))
     try:
-        return bool(np.shares_memory(*places, max_work=100_000))
+        return bool(np.shares_memory(here, there, max_work=100_000))  # type: ignore[arg-type]
     except RuntimeError:  # numpy's TooHardError: only a proof that they are apart lets a call through
         return True
 

@@ -115,7 +115,7 @@ def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple
         if isinstance(a, View):
             words += [0, 0, math.prod(a.shape), a.dtype.itemsize, a.pointer, *a.shape, *a.strides]
         else:
-            words.append(ctypes.c_float(a) if isinstance(a, np.float32) else ctypes.c_int32(a))
+            words.append(ctypes.c_float(float(a)) if isinstance(a, np.float32) else ctypes.c_int32(int(a)))
     config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
     core_launch(_caller_stream(args[0].kind, args[0].device), config, function.kernel, *words)
 
@@ -163,7 +163,9 @@ def _allow_shared_bytes(function: Any, shared_bytes: int) -> None:
     _shared_bytes_allowed[key] = shared_bytes
 
 
-def _simulate(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int) -> None:
+def _simulate(
+    kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int
+) -> None:
     """One Python thread per CUDA thread: a short switch interval lets each reach the next barrier 3-10 times sooner."""
     simulated = [SimulatedArray(a.as_numpy()) if isinstance(a, View) else a for a in args]
     with _simulator_lock:

@@ -11,13 +11,9 @@ calls it first of all.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
-import warnings
-
-
-class SimulatorWarning(UserWarning):
-    """Says once that kernels run in Numba's simulator, and why."""
 
 
 def probe_driver() -> str | None:
@@ -71,11 +67,10 @@ def choose_backend() -> tuple[bool, str]:
     # Both: numba reads the variable when it is imported, and it may have been imported already.
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
     numba.config.ENABLE_CUDASIM = 1
-    warnings.warn(
-        f"no usable GPU ({problem}); kernels run in Numba's simulator, which is exact but very slow. "
-        "Set NUMBA_ENABLE_CUDASIM=1 to choose it silently, or =0 to forbid it.",
-        SimulatorWarning,
-        stacklevel=3,
+    logging.getLogger("ddtree_numba").warning(
+        "ddtree_numba: %s, so kernels run in Numba's simulator, exact but very slow "
+        "(NUMBA_ENABLE_CUDASIM=1 chooses it silently, =0 forbids it)",
+        problem,
     )
     return True, problem
 

@@ -1,0 +1,165 @@
+"""Command line: ``python -m ddtree_numba info`` and ``python -m ddtree_numba check [FILES]``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import ddtree_numba
+from ddtree_numba import check
+from ddtree_numba.device import launch, runtime
+
+PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "cuda-bindings", "cuda-core", "cuda-toolkit", "cupy-cuda13x")
+OPTIONAL = ("cupy-cuda12x", "torch", "triton", "matplotlib")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 when a check failed, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m ddtree_numba", description=ddtree_numba.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="GPU, driver, versions, shared memory, and which backend runs and why")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    checks = commands.add_parser("check", help="every variant of every operator against the reference files")
+    checks.add_argument("files", nargs="*", type=Path, metavar="FILES", help="KDTR files; default: all of refs/")
+    checks.add_argument("--json", action="store_true", help="print JSON")
+    checks.add_argument("--full", action="store_true", help="all blocks also in the simulator (hours)")
+    checks.add_argument(
+        "--budget", type=float, default=10.0, metavar="SECONDS", help="simulator: time for each file (default: 10)"
+    )
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        return run_info(options.json)
+    return run_check(options.files, options.json, None if options.full else options.budget)
+
+
+def collect_info() -> dict[str, str]:
+    """What `info` prints, as a dict of text."""
+    facts = {"ddtree_numba": ddtree_numba.__version__, "python": platform.python_version()}
+    facts["backend"] = "Numba's CUDA simulator" if runtime.SIMULATOR else "CUDA"
+    facts["why"] = runtime.REASON
+    problem = runtime.probe_driver()
+    if problem is None and not runtime.SIMULATOR:
+        facts.update(_gpu_facts())
+    elif problem is not None:
+        facts["GPU"] = f"none: {problem}"
+    limit = launch.shared_bytes_limit(launch.HOST) if runtime.SIMULATOR or problem is None else 0
+    facts["shared memory a block"] = f"{limit} bytes" if limit else "unknown"
+    for package in PACKAGES + OPTIONAL:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+def _gpu_facts() -> dict[str, str]:
+    from cuda.bindings import driver
+    from numba import cuda
+
+    gpu = cuda.get_current_device()
+    _, memory = driver.cuDeviceTotalMem(gpu.id)
+    _, version = driver.cuDriverGetVersion()
+    module = Path("/proc/driver/nvidia/version")
+    facts = {
+        "GPU": launch.device_name(gpu.id),
+        "GPUs": str(len(cuda.gpus)),
+        "compute capability": ".".join(map(str, gpu.compute_capability)),
+        "multiprocessors": str(gpu.MULTIPROCESSOR_COUNT),
+        "memory": f"{memory / 2**30:.1f} GiB",
+        "driver supports CUDA": f"{version // 1000}.{version % 1000 // 10}",
+    }
+    if module.exists():
+        facts["driver"] = module.read_text().splitlines()[0].split(":", 1)[-1].strip()
+    return facts
+
+
+def run_info(as_json: bool) -> int:
+    """Print what this machine is; always 0."""
+    facts = collect_info()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for name, fact in facts.items():
+        table.add_row(name, fact)
+    Console().print(table)
+    return 0
+
+
+def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
+    """Check the files and print a table or JSON; 0 when every row passed, 1 when one failed, 2 when there is no file."""
+    files = files or check.reference_files()
+    if not files:
+        print(f"no reference files in {check.REFERENCE_FOLDER}; name some: check FILES", file=sys.stderr)
+        return 2
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    notes = Console(stderr=True, soft_wrap=True)
+    if runtime.SIMULATOR and budget is not None:
+        notes.print(f"time budget: {budget:g} s for each file; at least 4 blocks are checked (--full checks all)")
+    rows: list[check.Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as progress:
+        task = progress.add_task("", total=len(files))
+        for path in files:
+            rows += check.check_file(path, budget, lambda what: progress.update(task, description=what))
+            progress.advance(task)
+    passed = all(row.passed for row in rows)
+    if as_json:
+        print(json.dumps({"passed": passed, "info": collect_info(), "rows": [row.as_dict() for row in rows]}, indent=2))
+    else:
+        _print_rows(rows)
+    return 0 if passed else 1
+
+
+def _print_rows(rows: list[check.Row]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("file", "variant", "blocks"):
+        table.add_column(title, overflow="fold")
+    for title in ("max abs", "rel. Fro.", "bound", "LSE", "seconds"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict")
+    table.caption = "max abs and rel. Fro. (relative Frobenius) are errors of out; LSE: error relative to max(1, |lse|)"
+    for row in rows:
+        verdict = "[green]ok[/]" if row.passed else "[bold red]FAIL[/]"
+        blocks = row.checked.split(":")[0].removesuffix(" blocks")
+        out, lse = row.out, row.lse
+        numbers = (
+            _number(out and out.max_abs_error),
+            _number(out and out.rel_frobenius_error),
+            _number(out and out.rel_frobenius),
+            _number(lse and lse.max_abs_error),
+            f"{row.seconds:.3f}",
+        )
+        table.add_row(row.file.removesuffix(".kdtr"), row.variant, blocks, *numbers, verdict)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for row in rows:
+        if ":" in row.checked:
+            console.print(f"{row.file} {row.variant}: {row.checked}", highlight=False)
+    for row in rows:
+        if not row.passed:
+            console.print(f"[red]FAIL[/] {row.file} {row.variant}: {row.problem}", highlight=False)
+    failed = sum(not row.passed for row in rows)
+    console.print(f"{len(rows) - failed} passed, {failed} failed", highlight=False)
+
+
+def _number(value: Any) -> str:
+    return "-" if value is None else f"{value:.2e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
