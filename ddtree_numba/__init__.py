@@ -4,7 +4,7 @@ Each kernel stands beside its NumPy mirror and is checked against an independent
 turns Numba's simulator on where there is no usable GPU, so import it before `numba.cuda`.
 """
 
-import ddtree_numba.device.runtime  # isort: skip  (chooses the backend, so it comes before all that imports numba.cuda)
+from ddtree_numba.device import runtime as _runtime  # noqa: F401  # isort: skip  (chooses the backend: before numba.cuda)
 
 from ddtree_numba import compare, kdtr
 from ddtree_numba._version import __version__

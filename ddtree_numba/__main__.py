@@ -13,6 +13,7 @@ from typing import Any
 import ddtree_numba
 from ddtree_numba import check
 from ddtree_numba.device import launch, runtime
+from ddtree_numba.device.arrays import HOST
 
 PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "cuda-bindings", "cuda-core", "cuda-toolkit", "cupy-cuda13x")
 OPTIONAL = ("cupy-cuda12x", "torch", "triton", "matplotlib")
@@ -47,7 +48,7 @@ def collect_info() -> dict[str, str]:
         facts.update(_gpu_facts())
     elif problem is not None:
         facts["GPU"] = f"none: {problem}"
-    limit = launch.shared_bytes_limit(launch.HOST) if runtime.SIMULATOR or problem is None else 0
+    limit = launch.shared_bytes_limit(HOST) if runtime.SIMULATOR or problem is None else 0
     facts["shared memory a block"] = f"{limit} bytes" if limit else "unknown"
     for package in PACKAGES + OPTIONAL:
         try:
@@ -95,7 +96,7 @@ def run_info(as_json: bool) -> int:
 
 
 def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
-    """Check the files and print a table or JSON; 0 when every row passed, 1 when one failed, 2 when there is no file."""
+    """Check the files and print a table or JSON; 0: every row passed, 1: one failed, 2: there is no file."""
     files = files or check.reference_files()
     if not files:
         print(f"no reference files in {check.REFERENCE_FOLDER}; name some: check FILES", file=sys.stderr)

@@ -89,7 +89,7 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
     Yields
     ------
     Row
-        One for each variant; a single failed one when the file cannot be read or used.
+        One for each variant; a single failed one when the file cannot be read or is for no operator of ours.
     """
     try:
         tensors = kdtr.read(path)
@@ -111,15 +111,16 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
 
 def _check_verify_attention(path: Path, tensors: dict[str, np.ndarray], variant: str, seconds: float | None) -> Row:
     simulated = runtime.SIMULATOR and variant == "three_phase"
-    arrays, heads, checked = _select(tensors, seconds if simulated else None)
+    arrays, checked = _select(tensors, seconds if simulated else None)
     num_keys = int(arrays["cache_seqlens"].max(initial=0)) + arrays["q"].shape[1]
     bound = three_phase.error_bound(float(tensors["logit_magnitude"]), num_keys, arrays["q"].shape[3])
 
-    result = {
+    result: dict[str, Any] = {
         "out": np.full(arrays["expected_out"].shape, np.nan, np.float32),
         "lse": np.full(arrays["expected_lse"].shape, np.nan, np.float32),
     }
-    inputs = {name: arrays.get(name) for name in ("q", "kv_cache", "cache_seqlens", "tree_mask", "block_table")}
+    names = ("q", "kv_cache", "cache_seqlens", "tree_mask", "block_table")
+    inputs: dict[str, Any] = {name: arrays.get(name) for name in names}
     on_device = variant == "three_phase" and not runtime.SIMULATOR
     if on_device:
         inputs = {name: None if x is None else cuda.to_device(np.array(x)) for name, x in inputs.items()}
@@ -147,11 +148,11 @@ def _check_verify_attention(path: Path, tensors: dict[str, np.ndarray], variant:
     expected = arrays["expected_lse"]
     unit = np.where(np.isfinite(expected), np.maximum(1, np.abs(expected)), 1)
     lse = compare(result["lse"] / unit, expected / unit, name="lse", max_abs=LSE_BOUND)
-    problem = "" if out.passed and lse.passed else f"{'' if out.passed else out}{'' if lse.passed else lse}"
+    problem = "; ".join(str(report) for report in (out, lse) if not report.passed)
     return Row(path.name, "verify_attention", variant, checked, out, lse, elapsed, problem)
 
 
-def _select(tensors: dict[str, np.ndarray], seconds: float | None) -> tuple[dict[str, Any], list[int], str]:
+def _select(tensors: dict[str, np.ndarray], seconds: float | None) -> tuple[dict[str, Any], str]:
     """The part of a file that the time budget allows: all requests, the first nodes, the first and last heads.
 
     The first n nodes of a tree are a tree, because parents come before children, and their rows are the first n behind
@@ -174,7 +175,7 @@ def _select(tensors: dict[str, np.ndarray], seconds: float | None) -> tuple[dict
     arrays["expected_lse"] = tensors["lse"][:, :nodes, heads]
     total = batch * num_nodes * num_heads
     if nodes == num_nodes and len(heads) == num_heads:
-        return arrays, heads, f"all {total} blocks"
+        return arrays, f"all {total} blocks"
     count = batch * nodes * len(heads)
     which = f"nodes 0-{nodes - 1}, heads {' and '.join(map(str, heads))}"
-    return arrays, heads, f"{count} of {total} blocks: {which}, all requests"
+    return arrays, f"{count} of {total} blocks: {which}, all requests"

@@ -226,10 +226,17 @@ def test_all_ties_give_the_lexicographic_order() -> None:
     assert tree["ranks"] == [(), (0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1)]
 
 
-def test_scores_follow_the_recurrence_in_float64() -> None:
-    logprobs = np.array([[-5.774e-11, -9.0], [-1.0, -5.0]], dtype=np.float32)
+@pytest.mark.parametrize(
+    ("a", "b", "c", "other"),
+    [
+        (-5.774e-11, -1.0, -5.0, lambda a, b, c: a + c),
+        (-8.9e-11, -1.3e-12, -3.4, lambda a, b, c: a + b + (c - b)),
+    ],
+)
+def test_scores_follow_the_recurrence_to_the_last_bit(a: float, b: float, c: float, other: Any) -> None:
+    logprobs = np.array([[a, -9.0], [b, c]], dtype=np.float32)
     a, b, c = float(logprobs[0, 0]), float(logprobs[1, 0]), float(logprobs[1, 1])
-    assert a + b - b + c != a + c  # the last bit at stake
+    assert a + b - b + c != other(a, b, c)
     tree = trees.best_first_tree(logprobs, 10)
     assert tree["scores"][tree["ranks"].index((0, 1))] == a + b - b + c
 

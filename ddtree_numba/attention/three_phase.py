@@ -28,6 +28,7 @@ DeepSeek-V2 (arXiv 2405.04434).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -35,13 +36,14 @@ from numba.cuda import types
 
 from ddtree_numba.attention.problem import Problem
 from ddtree_numba.device import runtime
-from ddtree_numba.device.arrays import HOST
+from ddtree_numba.device.arrays import HOST, View
 from ddtree_numba.device.bf16 import array_from_f32, array_to_f32, from_f32, to_f32
 from ddtree_numba.device.launch import device_name, jit, launch, shared_bytes_limit
 from ddtree_numba.device.runtime import require_backend
 
 # Python threads are dear in the simulator. A smaller block changes the order of phase 2's sum alone.
 THREADS = 32 if runtime.SIMULATOR else 256
+LAUNCH_BOUNDS = (THREADS, 4)  # at most 64 registers: more cost occupancy, and half the speed with it
 LANES = 32
 KEYS_PER_PASS = 64
 PITCH = LANES + 1  # not LANES: the threads that add up rows of partial sums then hit different banks
@@ -146,7 +148,7 @@ def block_sum(partial, value):
     return result
 
 
-@jit(threads=THREADS, blocks_per_sm=4)
+@jit(launch_bounds=LAUNCH_BOUNDS)
 def kernel(
     q_nope, q_pe, kv_cache, block_table, cache_seqlens, tree_mask, bits_per_word, sm_scale, max_seqlen, out, lse
 ):
@@ -275,6 +277,23 @@ def shared_bytes(problem: Problem) -> int:
     return 4 * (problem.head_dim + KEYS_PER_PASS * PITCH + problem.max_seqlen + problem.num_nodes)
 
 
+def arguments(problem: Problem) -> tuple[Any, ...]:
+    """The kernel's arguments, in its order."""
+    return (
+        problem.q_nope,
+        problem.q_pe,
+        problem.kv_cache,
+        problem.block_table,
+        problem.cache_seqlens,
+        problem.tree_mask,
+        np.int32(problem.bits_per_word),
+        np.float32(problem.sm_scale),
+        np.int32(problem.max_seqlen),
+        problem.out,
+        problem.lse,
+    )
+
+
 def run(problem: Problem) -> None:
     """Launch the kernel; the results are in problem.out and problem.lse once the stream has passed.
 
@@ -295,21 +314,8 @@ def run(problem: Problem) -> None:
             f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, enough for max_seqlen = {longest}. "
             "Pass a smaller max_seqlen if the prefixes are shorter"
         )
-    args = (
-        problem.q_nope,
-        problem.q_pe,
-        problem.kv_cache,
-        problem.block_table,
-        problem.cache_seqlens,
-        problem.tree_mask,
-        np.int32(problem.bits_per_word),
-        np.float32(problem.sm_scale),
-        np.int32(problem.max_seqlen),
-        problem.out,
-        problem.lse,
-    )
     blocks = (problem.num_heads, problem.num_nodes, problem.batch)
-    launch(kernel, blocks, THREADS, args, results=2, shared_bytes=nbytes)
+    launch(kernel, blocks, THREADS, arguments(problem), results=2, shared_bytes=nbytes)
 
 
 def run_mirror(problem: Problem) -> None:
@@ -322,16 +328,4 @@ def run_mirror(problem: Problem) -> None:
     """
     if problem.q_nope.device != HOST:
         raise ValueError(f"variant 'three_phase_numpy' works on host arrays; {problem.q_nope} is on a GPU")
-    mirror(
-        problem.q_nope.as_numpy(),
-        problem.q_pe.as_numpy(),
-        problem.kv_cache.as_numpy(),
-        problem.block_table.as_numpy(),
-        problem.cache_seqlens.as_numpy(),
-        problem.tree_mask.as_numpy(),
-        problem.bits_per_word,
-        np.float32(problem.sm_scale),
-        problem.max_seqlen,
-        problem.out.as_numpy(),
-        problem.lse.as_numpy(),
-    )
+    mirror(*(a.as_numpy() if isinstance(a, View) else a for a in arguments(problem)))

@@ -50,12 +50,12 @@ def shared_bytes_limit(device: int) -> int:
     return int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
 
-def jit(*, threads: int, blocks_per_sm: int) -> Any:
-    """``cuda.jit`` for a kernel whose register use must leave room for ``blocks_per_sm`` blocks of ``threads``.
+def jit(*, launch_bounds: tuple[int, int]) -> Any:
+    """``cuda.jit`` with a cap on registers: threads a block, and blocks that must fit a multiprocessor.
 
     The simulator has no registers and does not know the option.
     """
-    return cuda.jit if runtime.SIMULATOR else cuda.jit(launch_bounds=(threads, blocks_per_sm))
+    return cuda.jit if runtime.SIMULATOR else cuda.jit(launch_bounds=launch_bounds)
 
 
 def launch(
@@ -106,7 +106,7 @@ def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple
     from cuda.core import LaunchConfig
     from cuda.core import launch as core_launch
 
-    function = _compiled(kernel, args[0].device, tuple(_type_key(a) for a in args))
+    function = _compiled(kernel, args[0].device, type_keys(args))
     if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
         _allow_shared_bytes(function, shared_bytes)
     # What Numba's own launch would prepare from its device arrays, made from the views, which costs a tenth of that.
@@ -132,22 +132,30 @@ def _caller_stream(kind: str, device: int) -> Any:
     return Stream.from_handle(pointer)
 
 
-def _type_key(a: Any) -> Any:
-    """Numba's layout of an argument: dtype, rank and whether it is in C order; a scalar's dtype alone."""
-    if not isinstance(a, View):
-        return a.dtype.name, 0, ""
-    wanted = contiguous_strides(a.shape, a.dtype.itemsize)
-    in_c_order = all(n == 1 or s == w for n, s, w in zip(a.shape, a.strides, wanted, strict=True))
-    return kernel_dtype(a.dtype).name, len(a.shape), "C" if in_c_order else "A"
+def type_keys(args: tuple[Any, ...]) -> tuple[tuple[str, int, str], ...]:
+    """What a kernel is compiled for, argument by argument: dtype, rank (0: a scalar), layout ("C" order or "A" any)."""
+    keys = []
+    for a in args:
+        if isinstance(a, View):
+            wanted = contiguous_strides(a.shape, a.dtype.itemsize)
+            in_c_order = all(n == 1 or s == w for n, s, w in zip(a.shape, a.strides, wanted, strict=True))
+            keys.append((kernel_dtype(a.dtype).name, len(a.shape), "C" if in_c_order else "A"))
+        else:
+            keys.append((a.dtype.name, 0, ""))
+    return tuple(keys)
+
+
+def signature(keys: tuple[tuple[str, int, str], ...]) -> tuple[Any, ...]:
+    """Numba's types for `type_keys`."""
+    return tuple(
+        types.Array(getattr(types, name), rank, layout) if rank else getattr(types, name) for name, rank, layout in keys
+    )
 
 
 @functools.cache
 def _compiled(kernel: Any, device: int, keys: tuple[tuple[str, int, str], ...]) -> Any:
     """The kernel's function on a device for arguments of these types, compiled on first use."""
-    signature = tuple(
-        types.Array(getattr(types, name), rank, layout) if rank else getattr(types, name) for name, rank, layout in keys
-    )
-    return kernel.compile(signature)._codelibrary.get_cufunc()
+    return kernel.compile(signature(keys))._codelibrary.get_cufunc()
 
 
 def _allow_shared_bytes(function: Any, shared_bytes: int) -> None:
