@@ -44,7 +44,7 @@ from ddtree_numba.device.runtime import require_backend
 # Python threads are dear in the simulator. A smaller block changes the order of phase 2's sum alone.
 THREADS = 32 if runtime.SIMULATOR else 256
 LAUNCH_BOUNDS = (THREADS, 4)  # at most 64 registers: more cost occupancy, and half the speed with it
-LANES = 32
+LANES = 16
 KEYS_PER_PASS = 64
 PITCH = LANES + 1  # not LANES: the threads that add up rows of partial sums then hit different banks
 CHUNK = 64

@@ -132,28 +132,27 @@ def _caller_stream(kind: str, device: int) -> Any:
     return Stream.from_handle(pointer)
 
 
-def type_keys(args: tuple[Any, ...]) -> tuple[tuple[str, int, str], ...]:
+def type_keys(args: tuple[Any, ...]) -> tuple[tuple[np.dtype[Any], int, str], ...]:
     """What a kernel is compiled for, argument by argument: dtype, rank (0: a scalar), layout ("C" order or "A" any)."""
     keys = []
     for a in args:
         if isinstance(a, View):
             wanted = contiguous_strides(a.shape, a.dtype.itemsize)
             in_c_order = all(n == 1 or s == w for n, s, w in zip(a.shape, a.strides, wanted, strict=True))
-            keys.append((kernel_dtype(a.dtype).name, len(a.shape), "C" if in_c_order else "A"))
+            keys.append((kernel_dtype(a.dtype), len(a.shape), "C" if in_c_order else "A"))
         else:
-            keys.append((a.dtype.name, 0, ""))
+            keys.append((a.dtype, 0, ""))
     return tuple(keys)
 
 
-def signature(keys: tuple[tuple[str, int, str], ...]) -> tuple[Any, ...]:
+def signature(keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> tuple[Any, ...]:
     """Numba's types for `type_keys`."""
-    return tuple(
-        types.Array(getattr(types, name), rank, layout) if rank else getattr(types, name) for name, rank, layout in keys
-    )
+    scalars = [(getattr(types, dtype.name), rank, layout) for dtype, rank, layout in keys]
+    return tuple(types.Array(scalar, rank, layout) if rank else scalar for scalar, rank, layout in scalars)
 
 
 @functools.cache
-def _compiled(kernel: Any, device: int, keys: tuple[tuple[str, int, str], ...]) -> Any:
+def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> Any:
     """The kernel's function on a device for arguments of these types, compiled on first use."""
     return kernel.compile(signature(keys))._codelibrary.get_cufunc()
 
