@@ -1,0 +1,323 @@
+"""The documentation holds: its code runs, its links lead somewhere, its names and tables are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import ddtree_numba as dd
+from ddtree_numba.attention import three_phase
+from ddtree_numba.attention.verify import VARIANTS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS, PACKAGE = ROOT / "docs", ROOT / "ddtree_numba"
+PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))) if page.exists()]
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+# What a page's code takes as given, where it is not the page's subject.
+GIVEN: dict[str, dict[str, Any]] = {"kdtr.md": {"np": np, "ckv": np.zeros((3, 512), np.float32)}}
+
+FENCE = re.compile(r"(?P<skip>^<!-- no-run -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def python_blocks(page: Path) -> Iterator[tuple[str, bool]]:
+    """The page's Python, at its own line numbers, and whether it is to be run."""
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        if match["language"] == "python":
+            yield "\n" * text.count("\n", 0, match.start("code")) + match["code"], match["skip"] is None
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def table_under(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, its head left out."""
+    _, found, rest = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
+    assert found, f"{page.name} has no heading {heading!r}"
+    rows = re.search(r"(?:^\|.*\|\n)+", rest, re.MULTILINE)
+    assert rows, f"there is no table under {heading!r}"
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[0].splitlines()[2:]]
+
+
+# Code
+
+
+@every_page
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace = dict(GIVEN.get(page.name, {}), __name__="__main__")
+    for code, run in python_blocks(page):
+        compiled = compile(code, str(page), "exec")
+        if run:
+            exec(compiled, namespace)
+
+
+def test_the_engines_page_has_a_snippet_for_each_engine():
+    assert [run for _, run in python_blocks(DOCS / "engines.md")] == [True] * 4
+
+
+def test_the_absorbed_mla_example(tmp_path):
+    command = [sys.executable, str(DOCS / "examples" / "absorbed_mla.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(("in Numba's simulator", "on the GPU"))
+    assert [line.split(":")[0] for line in lines[1:]] == ["ok  out after W_UV, against explicit heads", "ok  lse"]
+
+
+def test_the_absorbed_mla_example_can_fail(monkeypatch, capsys):
+    example = load(DOCS / "examples" / "absorbed_mla.py")
+    explicit = example.explicit
+    monkeypatch.setattr(example, "explicit", lambda layer: explicit(layer | {"w_uk": 1.001 * layer["w_uk"]}))
+    assert example.main() == 1
+    assert "FAIL out after W_UV" in capsys.readouterr().out
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+# Links and names
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the page's headings."""
+    found: dict[str, int] = {}
+    result = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        count = found[slug] = found.get(slug, -1) + 1
+        result.add(f"{slug}-{count}" if count else slug)
+    return result
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    text = prose(page)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|srcset|href)=\"([^\"]+)\"", text)
+    broken = []
+    for target in targets:
+        if target.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or ROOT not in (file, *file.parents) or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+@every_page
+def test_names_exist(page):
+    missing = []
+    for name in re.findall(r"\b(?:dd|ddtree_numba)((?:\.[A-Za-z_]\w*)+)", page.read_text(encoding="utf-8")):
+        found: Any = dd
+        for part in name.split(".")[1:]:
+            if inspect.ismodule(found) and not hasattr(found, part):
+                try:
+                    importlib.import_module(f"{found.__name__}.{part}")
+                except ImportError:
+                    missing.append(name)
+                    break
+            if not hasattr(found, part):
+                missing.append(name)
+                break
+            found = getattr(found, part)
+    assert not missing
+
+
+@every_page
+def test_files_in_backticks_exist(page):
+    files = re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|kdtr|cfg))`", prose(page))
+    assert not [name for name in files if not (ROOT / name).exists() and not (PACKAGE / name).exists()]
+
+
+# The page of verify_attention
+
+VERIFY = DOCS / "verify_attention.md"
+
+
+def test_the_signature_is_the_operators():
+    call = re.search(r"^out, lse = dd\.verify_attention\((.*?)\)$", VERIFY.read_text(encoding="utf-8"), re.M | re.S)
+    assert call
+    documented = ast.parse(f"def f({call[1]}): pass").body[0]
+    actual = inspect.signature(dd.verify_attention)
+    parameters = [p.replace(annotation=p.empty) for p in actual.parameters.values()]
+    expected = ast.parse(f"def f{actual.replace(parameters=parameters, return_annotation=actual.empty)}: pass").body[0]
+    assert ast.unparse(documented) == ast.unparse(expected)
+
+
+def test_every_argument_is_in_the_table():
+    names = [row[0].strip("`") for row in table_under(VERIFY, "Arguments") if row[0]]
+    assert names == list(inspect.signature(dd.verify_attention).parameters)
+
+
+def test_every_variant_is_in_the_table():
+    assert {row[0].strip('`"') for row in table_under(VERIFY, "Variants")} == set(VARIANTS)
+
+
+def test_the_phases_are_those_of_mirror_and_kernel():
+    quoted = re.findall(r"`(# Phase \d: [^`]*)`", VERIFY.read_text(encoding="utf-8"))
+    kernel = getattr(three_phase.kernel, "py_func", None) or three_phase.kernel.fn
+    for function in (three_phase.mirror, kernel):
+        assert re.findall(r"# Phase \d: .*", inspect.getsource(function)) == quoted
+
+
+def test_the_table_of_errors():
+    namespace: dict[str, Any] = {}
+    exec(next(code for code, _ in python_blocks(VERIFY)), namespace)
+    rows = table_under(VERIFY, "Errors")
+    assert len(rows) > 20
+    for change, exception, message in rows:
+        changes = eval(f"dict({change.strip('`')})", namespace)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            dd.verify_attention(**namespace["given"] | changes)
+        assert type(caught.value).__name__ == exception, change
+        pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
+        assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
+
+
+# The rooms
+
+# From the ground up; a room may import the rooms of lower floors.
+FLOORS = (("device", "masks", "kdtr", "compare"), ("attention",), ("check",), ("__main__",))
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Rooms of this package that a file imports, anywhere in it; "ddtree_numba" for the package itself."""
+    package = ("ddtree_numba", *path.relative_to(PACKAGE).parts[:-1])
+    modules = []
+    for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(statement, ast.Import):
+            modules += [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom):
+            above = package[: len(package) - statement.level + 1] if statement.level else ()
+            base = ".".join((*above, *filter(None, [statement.module])))
+            modules += [f"{base}.{alias.name}" for alias in statement.names]
+    parts = [module.split(".") for module in modules if module.split(".")[0] == "ddtree_numba"]
+    return {name[1] if len(name) > 1 else name[0] for name in parts}
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    """Room to what it imports of other rooms; the package's __init__ and its version are none."""
+    rooms: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room not in ("__init__", "_version"):
+            rooms.setdefault(room, set()).update(rooms_imported(path) - {room})
+    return rooms
+
+
+def test_lower_rooms_never_import_upper_ones():
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    rooms = imports_of_rooms()
+    assert set(rooms) == set(floor_of), "a new room needs its floor, here and in docs/architecture.md"
+    for room, imported in rooms.items():
+        if room == "__main__":
+            imported = imported - {"ddtree_numba"}
+        assert all(floor_of[other] < floor_of[room] for other in imported), f"{room} imports {sorted(imported)}"
+
+
+def test_the_table_of_rooms_is_what_the_code_has():
+    documented = {
+        room.strip("`"): set(re.findall(r"`(\w+)`", imported))
+        for room, _, imported in table_under(DOCS / "architecture.md", "Rooms")
+    }
+    assert documented == {room: imported - {"ddtree_numba"} for room, imported in imports_of_rooms().items()}
+
+
+def test_imports_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    file = tmp_path / "device" / "x.py"
+    file.parent.mkdir()
+    for line, room in (
+        ("import ddtree_numba", "ddtree_numba"),
+        ("import ddtree_numba.attention.verify as v", "attention"),
+        ("from ddtree_numba import check", "check"),
+        ("from ddtree_numba.kdtr import read", "kdtr"),
+        ("def f():\n    from ddtree_numba.attention import verify", "attention"),
+        ("from ..attention import verify", "attention"),
+        ("from .. import check", "check"),
+        ("from . import arrays", "device"),
+    ):
+        file.write_text(line)
+        assert rooms_imported(file) == {room}, line
+    file.write_text("import numba.cuda\nfrom numpy import array")
+    assert rooms_imported(file) == set()
+
+
+# The figures
+
+
+@pytest.fixture(scope="module")
+def figures():
+    pytest.importorskip("matplotlib")
+    return load(DOCS / "figures" / "make_figures.py")
+
+
+def cells(svg: Path) -> dict[tuple[int, int], bool]:
+    """Node and key of each cell of the mask, and whether it is drawn as seen."""
+    found = {}
+    for element in ElementTree.parse(svg).iter():
+        match = re.fullmatch(r"(seen|unseen)-(\d+)-(\d+)", element.get("id", ""))
+        if match:
+            found[int(match[2]), int(match[3])] = match[1] == "seen"
+    return found
+
+
+def test_the_figure_shows_the_mask_of_its_tree(figures, tmp_path):
+    figures.main(["--out", str(tmp_path)])
+    data = figures.make_data()
+    num_nodes = len(data.parents)
+    assert num_nodes == figures.TREE_BUDGET + 1
+    expected = {}
+    for i in range(num_nodes):
+        seen, node = set(), i
+        while node >= 0:
+            seen.add(node)
+            node = int(data.parents[node])
+        for k in range(figures.PREFIX + num_nodes):
+            expected[i, k] = k < figures.PREFIX or k - figures.PREFIX in seen
+    for name in ("tree_verify_light.svg", "tree_verify_dark.svg"):
+        assert cells(tmp_path / name) == expected
+        assert cells(DOCS / "figures" / name) == expected, f"{name} is not what make_figures.py draws"
+        assert (DOCS / "figures" / name.replace(".svg", ".png")).stat().st_size > 10_000
+
+
+def test_the_accepted_path_is_a_path_and_leaves_the_likeliest_chain(figures):
+    data = figures.make_data()
+    assert data.accepted[0] == 0
+    assert all(data.parents[child] == parent for parent, child in zip(data.accepted, data.accepted[1:], strict=False))
+    assert [data.tokens[i] for i in data.accepted[1:]] == list(figures.TARGET[: len(data.accepted) - 1])
+    assert len(data.accepted) > 3
+    assert figures.NODE in data.accepted
+    np.testing.assert_allclose(data.weights.sum(), 1.0)
+    seen = np.concatenate([np.ones(figures.PREFIX, np.bool_), data.mask[figures.NODE]])
+    assert np.array_equal(data.weights > 0, seen)
+
+
+def test_figures_are_the_same_bytes_each_time(figures, tmp_path):
+    for run in ("first", "second"):
+        figures.main(["--out", str(tmp_path / run)])
+    for file in sorted((tmp_path / "first").iterdir()):
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name

@@ -1,0 +1,134 @@
+"""Kernels of three_phase with one mistake each, made by replacing text in its source: the tests must catch them all.
+
+`build` runs the changed source as a module of its own. Only the device code behind the mirror is changed, and a text
+that is no longer there raises, so that a mistake cannot quietly stop being one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import ModuleType
+from typing import Any
+
+from ddtree_numba.attention import three_phase
+
+DEVICE_CODE = "@cuda.jit(device=True"  # the first one ends the mirror
+
+Change = tuple[str, str]
+
+MISTAKES: dict[str, Change] = {
+    "last_key_left_out": ("num_keys = prefix + num_nodes", "num_keys = prefix + num_nodes - 1"),
+    "prefix_one_short": ("prefix = min(max(cache_seqlens[b], 0)", "prefix = min(max(cache_seqlens[b] - 1, 0)"),
+    "root_seen_by_all": ("if key < prefix or sees(", "if key <= prefix or sees("),
+    "mask_transposed": ("b, i, key - prefix)", "b, key - prefix, i)"),
+    "mask_of_first_request": ("word = tree_mask[b, i,", "word = tree_mask[0, i,"),
+    "mask_bits_reversed": ("return (word >> (np", "return (word >> (np.uint32(bits_per_word) - np.uint32(1) - np"),
+    "scale_forgotten": ("scores[key] = s * sm_scale", "scores[key] = s"),
+    "first_head_for_all": ("to_f32(q_nope[b, i, h, c])", "to_f32(q_nope[b, i, 0, c])"),
+    "rope_part_of_first_node": ("to_f32(q_pe[b, i, h, c])", "to_f32(q_pe[b, 0, h, c])"),
+    "rope_part_left_out": ("while c < head_dim - lane:", "while c < kv_lora_rank - lane:"),
+    "page_and_slot_swapped_in_scores": ("row = kv_cache[page, slot, lane:]", "row = kv_cache[slot, page, lane:]"),
+    "page_and_slot_swapped_in_output": ("to_f32(kv_cache[page, slot, d])", "to_f32(kv_cache[slot, page, d])"),
+    "run_from_the_page_start": ("kv_cache[page, slot : slot + stop - key, d]", "kv_cache[page, 0 : stop - key, d]"),
+    "table_of_first_request": ("page = block_table[b,", "page = block_table[0,"),
+    "max_for_sum": ("l_i = block_sum(partial, l_i)", "l_i = block_max(partial, l_i)"),
+    "sum_not_divided": ("from_f32(acc / l_i, out)", "from_f32(acc, out)"),
+    "last_chunk_left_out": ("        acc += chunk\n        out[", "        out["),
+    "lse_without_max": ("lse[b, i, h] = m_i + math.log(l_i)", "lse[b, i, h] = math.log(l_i)"),
+    "lse_in_bits": ("m_i + math.log(l_i)", "(m_i + math.log(l_i)) / math.log(2.0)"),
+    "empty_row_not_written": ("            out[b, i, h, d] = from_f32(ZERO, out)\n", "            pass\n"),
+}
+
+# A race shows only when threads run in an unlucky order. So one thread holds at a place where a barrier should protect
+# it, until another has done the harm that it can do without the barrier; with it, the hold ends by its time limit.
+# Changes are made in order: hold, release, then the barrier's removal.
+RACES: dict[str, tuple[Change, Change, Change]] = {
+    # Lane 5 of the rotary part is written late: whoever reads it without waiting has a wrong score.
+    "query_row": (
+        (
+            "    for c in range(t, head_dim - kv_lora_rank, THREADS):\n",
+            "    if t == 5:\n        hold()\n    for c in range(t, head_dim - kv_lora_rank, THREADS):\n",
+        ),
+        (
+            "            partial[(key - first) * PITCH + lane] = s\n",
+            "            partial[(key - first) * PITCH + lane] = s\n"
+            "            if lane == (kv_lora_rank + 5) % LANES:\n                release()\n",
+        ),
+        ("    cuda.syncthreads()  # gpu: phase 1 reads the whole row\n", ""),
+    ),
+    # Lane 5 delivers its part of key 0 late: who adds up without waiting lacks it.
+    "partial_sums": (
+        (
+            "            partial[(key - first) * PITCH + lane] = s\n",
+            "            if lane == 5 and key == 0:\n                hold()\n"
+            "            partial[(key - first) * PITCH + lane] = s\n",
+        ),
+        (
+            "            scores[key] = s * sm_scale\n",
+            "            scores[key] = s * sm_scale\n            if key == 0:\n                release()\n",
+        ),
+        ("        cuda.syncthreads()  # gpu: the partial sums of this pass are complete\n", ""),
+    ),
+    # Thread 5 adds up key 5 late: who starts the next pass without waiting overwrites the parts.
+    "next_pass": (
+        (
+            "        for key in range(first + t, stop, THREADS):\n            s = ZERO\n",
+            "        for key in range(first + t, stop, THREADS):\n            s = ZERO\n"
+            "            if key == 5:\n                hold()\n",
+        ),
+        (
+            "            partial[(key - first) * PITCH + lane] = s\n",
+            "            partial[(key - first) * PITCH + lane] = s\n"
+            "            if lane == 0 and key == KEYS_PER_PASS + 5:\n                release()\n",
+        ),
+        ("        cuda.syncthreads()  # gpu: the next pass overwrites partial\n", ""),
+    ),
+    # Thread 5 fetches the maximum late: who goes on to the sum without waiting overwrites it.
+    "maximum": (
+        (
+            "            partial[t] = max(partial[t], partial[t + width])\n        cuda.syncthreads()\n"
+            "        width //= 2\n    result = partial[0]\n",
+            "            partial[t] = max(partial[t], partial[t + width])\n        cuda.syncthreads()\n"
+            "        width //= 2\n    if t == 5:\n        hold()\n    result = partial[0]  # held\n",
+        ),
+        (
+            'in a fixed order, for each of them."""\n    t = cuda.threadIdx.x\n    partial[t] = value\n',
+            'in a fixed order, for each of them."""\n    t = cuda.threadIdx.x\n    partial[t] = value\n'
+            "    if t == 0:\n        release()\n",
+        ),
+        ("    result = partial[0]  # held\n    cuda.syncthreads()\n", "    result = partial[0]\n"),
+    ),
+}
+
+
+def build(*changes: Change, **names: Any) -> ModuleType:
+    """The module three_phase with changed device code; ``names`` are put among its globals."""
+    source = inspect.getsource(three_phase)
+    head, mark, device_code = source.partition(DEVICE_CODE)
+    assert mark, f"{DEVICE_CODE!r} is no longer in three_phase"
+    for old, new in changes:
+        assert device_code.count(old) == 1, f"{old!r} occurs {device_code.count(old)} times in the device code"
+        device_code = device_code.replace(old, new)
+    module = ModuleType("three_phase_changed")
+    module.__dict__.update(names)
+    exec(compile(head + mark + device_code, three_phase.__file__, "exec"), module.__dict__)
+    return module
+
+
+def build_race(name: str, *, with_barrier: bool, limit_s: float) -> ModuleType:
+    """A kernel in which one thread is late, with or without the barrier that protects it.
+
+    Parameters
+    ----------
+    name : str
+        One of `RACES`.
+    with_barrier : bool
+        The kernel as it should be, apart from the late thread.
+    limit_s : float
+        How late the thread is with the barrier, in seconds. Without it, it is as late as the harm needs.
+    """
+    hold, release, removal = RACES[name]
+    gate = threading.Event()
+    names = {"hold": lambda: gate.wait(limit_s), "release": gate.set}
+    return build(hold, release, *([] if with_barrier else [removal]), **names)
