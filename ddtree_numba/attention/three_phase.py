@@ -19,7 +19,7 @@ Tree keys that the node does not see are never read. Sums run in an order fixed 
 gives the bits of the contiguous cache.
 
 Cost of a block with n visible keys: 2 n (D + R) FLOPs, n (D + R) elements read (from L2 for the most part: the blocks
-of a request share its cache). Shared memory: 4 bytes a key, so the row ends at some 57,000 keys on an H200.
+of a request share its cache). Shared memory: 4 bytes a key, so the row ends at some 56,000 keys on an H200.
 
 Source: safe softmax in three passes, as in the public reference of DDTree (arXiv 2604.12989), absorbed MLA as in
 DeepSeek-V2 (arXiv 2405.04434).
@@ -79,16 +79,18 @@ def mirror(
         scores = np.where(seen, s * sm_scale, NEG_INF)
 
         # Phase 2: the block's max and sum
-        m_i = np.max(scores)
+        m_i = np.fmax.reduce(scores)
         if m_i == NEG_INF:
-            out[b, i, h] = 0
-            lse[b, i, h] = NEG_INF
-            continue
+            m_i = ZERO
         p = np.exp(scores - m_i)
         partial = np.add.reduce(np.pad(p, (0, -num_keys % THREADS)).reshape(-1, THREADS), axis=0)
         while partial.size > 1:
             partial = partial[: partial.size // 2] + partial[partial.size // 2 :]
         l_i = partial[0]
+        if l_i == ZERO:
+            out[b, i, h] = 0
+            lse[b, i, h] = NEG_INF
+            continue
 
         # Phase 3: the output, each thread its own latent dimensions
         acc = np.zeros(kv_lora_rank, np.float32)
@@ -204,17 +206,19 @@ def kernel(
         m_i = max(m_i, scores[key])
     m_i = block_max(partial, m_i)
     if m_i == NEG_INF:
-        for d in range(t, kv_lora_rank, THREADS):
-            out[b, i, h, d] = from_f32(ZERO, out)
-        if t == 0:
-            lse[b, i, h] = NEG_INF
-        return
+        m_i = ZERO  # nothing visible: each weight becomes exp(-inf) = 0, where -inf - -inf would be NaN
     l_i = ZERO
     for key in range(t, num_keys, THREADS):
         p = math.exp(scores[key] - m_i)
         scores[key] = p
         l_i += p
     l_i = block_sum(partial, l_i)
+    if l_i == ZERO:
+        for d in range(t, kv_lora_rank, THREADS):
+            out[b, i, h, d] = from_f32(ZERO, out)
+        if t == 0:
+            lse[b, i, h] = NEG_INF
+        return
 
     # Phase 3: the output, each thread its own latent dimensions
     for d in range(t, kv_lora_rank, THREADS):
