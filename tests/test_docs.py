@@ -25,9 +25,6 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "ddtree_numba"
 PAGES = [page for page in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))) if page.exists()]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
-# What a page's code takes as given, where it is not the page's subject.
-GIVEN: dict[str, dict[str, Any]] = {"kdtr.md": {"np": np, "ckv": np.zeros((3, 512), np.float32)}}
-
 FENCE = re.compile(r"(?P<skip>^<!-- no-run -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -59,7 +56,7 @@ def table_under(page: Path, heading: str) -> list[list[str]]:
 @every_page
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = dict(GIVEN.get(page.name, {}), __name__="__main__")
+    namespace = {"__name__": "__main__"}
     for code, run in python_blocks(page):
         compiled = compile(code, str(page), "exec")
         if run:

@@ -21,6 +21,7 @@ from cases import (
     SIMULATED,
     STALE_ENTRIES,
     Case,
+    ancestor_mask,
     arguments,
     as_float,
     check_results,
@@ -105,9 +106,9 @@ def test_the_default_variant_is_the_kernel():
 
 @st.composite
 def problems(draw: Any, max_rows: int, max_prefix: int) -> dict[str, Any]:
-    batch, num_nodes, num_heads = draw(
-        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 3)).filter(lambda n: math.prod(n) <= max_rows)
-    )
+    num_nodes = draw(st.integers(1, min(40, max_rows)))
+    num_heads = draw(st.integers(1, min(3, max_rows // num_nodes)))
+    batch = draw(st.integers(1, min(3, max_rows // (num_nodes * num_heads))))
     dtypes = st.sampled_from(["float32", "float32", "float16", "bfloat16", "uint16"])
     case = Case(
         name="random",
@@ -171,6 +172,19 @@ def assert_output_is_the_mask(results: Results, mask: np.ndarray, prefix: int) -
     np.testing.assert_array_equal(out, expected)
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(lse, np.log(count.astype(np.float64)), rtol=1e-6)
+
+
+def test_masks_of_the_package_are_those_of_the_cases():
+    for case in (
+        Case("masks", (0, 0), Q=65, padded=2),
+        Case("masks", (0,), Q=32, tree="star"),
+        Case("masks", (0,), Q=1),
+    ):
+        inputs = make_inputs(case)
+        mask = ancestor_mask(inputs["parents"])
+        np.testing.assert_array_equal(dd.mask_from_parents(inputs["parents"]), mask)
+        np.testing.assert_array_equal(dd.pack_mask(mask), inputs["tree_mask"])
+        np.testing.assert_array_equal(dd.unpack_mask(inputs["tree_mask"], case.Q), mask)
 
 
 def random_mask(num_nodes: int, batch: int = 1) -> np.ndarray:
