@@ -18,7 +18,7 @@ from ddtree_numba.attention import three_phase
 from ddtree_numba.compare import Report, compare
 from refs import oracle
 
-CHUNK = three_phase.CHUNK
+CHUNK, GROUP = three_phase.CHUNK, three_phase.GROUP
 STALE_ENTRIES = (2147480000, -1)
 SPARE_PAGES = 3
 MEAN_COLUMNS = slice(0, None, 8)  # latent columns that all keys share a mean in, as real caches do
@@ -100,6 +100,7 @@ CASES = (
     Case("prefix_around_a_chunk", (CHUNK - 1, CHUNK, CHUNK + 1)),
     Case("tree_across_a_chunk_border", (CHUNK - 4,), Q=9, mask="bool"),
     Case("prefix_of_two_chunks", (2 * CHUNK + 2,), Q=2),
+    Case("prefix_over_a_group", (GROUP + 1,), Q=2),
     Case("one_node", (0, 7), Q=1, H=3, mask="bool"),
     Case("one_node_causal", (CHUNK,), Q=1, mask="causal"),
     Case("ragged_with_idle_slots", (0, 17, 3, 0), Q=5, idle=(0, 3)),
@@ -112,7 +113,7 @@ CASES = (
     Case("page_size_1", (6, 2), page_size=1),
     Case("page_size_3", (6, 2), page_size=3, mask="bool"),
     Case("page_size_16", (29, 2), page_size=16),
-    Case("page_size_64", (CHUNK + 6,), page_size=64, H=2, Q=3),
+    Case("page_size_64", (70,), page_size=64, H=2, Q=3),
     Case("narrow", (3, 8), R=16, P=16, H=3, Q=3),
     Case("rope_as_wide_as_latent", (3,), R=192, P=192, Q=3),
     Case("rope_wider_than_latent", (5,), R=16, P=48),
@@ -125,6 +126,7 @@ CASES = (
     Case("bfloat16_on_float32", (9,), dtype="bfloat16", cache_dtype="float32"),
     Case("float16_on_bfloat16_bits", (9,), dtype="float16", cache_dtype="uint16"),
     # For the mirror only, without a GPU.
+    Case("prefix_around_a_group", (GROUP - 1, GROUP, GROUP + 1), page_size=16, simulate=False),
     Case("three_words", (4, 0), Q=65, H=2, simulate=False),
     Case("three_words_bool", (CHUNK - 1,), Q=65, mask="bool", simulate=False),
     Case("large_tree", (200, 0, 130), Q=33, H=3, page_size=16, padded=3, simulate=False),

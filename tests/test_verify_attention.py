@@ -368,10 +368,7 @@ def test_nan_in_a_visible_row_spreads_to_the_nodes_that_see_it_alone(variant):
     assert_same_bits((out[1], lse[1]), (expected[0][1], expected[1][1]))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [pytest.param(KERNEL, marks=pytest.mark.xfail(strict=True, reason="its maximum drops NaN")), MIRROR],
-)
+@both_variants
 def test_a_nan_query_does_not_look_like_a_node_that_sees_nothing(variant):
     inputs = make_inputs(Case("nan_query", (2,), Q=2))
     q = inputs["q"].copy()
@@ -546,7 +543,6 @@ def test_ties_round_to_even():
 # Sizes and lengths at the ends of their ranges
 
 
-@pytest.mark.xfail(strict=True, reason="an empty NumPy array has strides of 0, which the check of out refuses")
 @pytest.mark.parametrize("page_size", [None, 4])
 @both_variants
 def test_no_requests(variant, page_size):

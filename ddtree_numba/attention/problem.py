@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -107,10 +108,11 @@ def make_problem(
     q_nope, q_pe = _queries(q, kv_lora_rank)
     batch, num_nodes, num_heads, _ = q_nope.shape
     head_dim = kv_lora_rank + q_pe.shape[3]
+    sizes = f"{q_nope.name} has B = {batch}, Q = {num_nodes}, H = {num_heads}"
     if num_nodes < 1 or num_heads < 1:
-        raise ValueError(f"{q_nope} has no nodes or no heads; both must be at least 1")
+        raise ValueError(f"{sizes}; Q and H must be at least 1")
     if batch > 65535 or num_nodes > 65535:
-        raise ValueError(f"{q_nope} has B = {batch}, Q = {num_nodes}; a grid takes up to 65535 of each")
+        raise ValueError(f"{sizes}; B and Q must be at most 65535, which is what a grid takes")
 
     sm_scale = _scale(sm_scale)
     cache, table, capacity = _cache(kv_cache, block_table, batch, head_dim)
@@ -182,8 +184,9 @@ def _queries(q: Any, kv_lora_rank: int) -> tuple[View, View]:
                 f"{kv_lora_rank}"
             )
         q_nope, q_pe = whole.columns(0, kv_lora_rank), whole.columns(kv_lora_rank, head_dim)
-    if q_pe.shape[3] < 16 or q_pe.shape[3] % 16:
-        raise ValueError(f"{q_pe} has qk_rope_head_dim = {q_pe.shape[3]}; it must be a positive multiple of 16")
+    rope = q_pe.shape[3]
+    if rope < 16 or rope % 16:
+        raise ValueError(f"{q_pe.name} leaves qk_rope_head_dim = {rope}; it must be a positive multiple of 16")
     return q_nope, q_pe
 
 
@@ -246,10 +249,10 @@ def _results(out: Any, lse: Any, out_dtype: Any, q: View) -> tuple[tuple[Any, An
 
 
 def _scale(sm_scale: Any) -> float:
-    try:
-        value = float(sm_scale)
-    except (TypeError, ValueError):
-        raise TypeError(f"sm_scale is {sm_scale!r}; it must be a number") from None
+    scalar = isinstance(sm_scale, np.ndarray) and sm_scale.ndim == 0 and sm_scale.dtype.kind in "fiu"
+    if isinstance(sm_scale, bool) or not (scalar or isinstance(sm_scale, Real)):
+        raise TypeError(f"sm_scale is {sm_scale!r}; it must be a number")
+    value = float(sm_scale)
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"sm_scale is {value}; it must be finite and above 0 (Kimi K2: 0.144680, never D**-0.5)")
     return value

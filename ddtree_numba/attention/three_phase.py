@@ -12,8 +12,8 @@ bits depend on that row's inputs alone.
 - Phase 1: LANES threads share a key. Each multiplies every LANES-th column, so that neighbouring threads read
   neighbouring addresses; the LANES partial sums go to shared memory, where one thread a key adds them.
 - Phase 2: the block's max, then the exponentials in place of the scores, then their sum.
-- Phase 3: each thread owns latent dimensions and walks over the keys, CHUNK keys to a partial sum, so that the
-  rounding error grows with CHUNK and the number of chunks, not with the number of keys.
+- Phase 3: each thread owns latent dimensions and walks over the keys. CHUNK keys make a partial sum, and GROUP keys the
+  next, so that rounding errors do not grow with the number of keys as they would in one long sum.
 
 Tree keys that the node does not see are never read. Sums run in an order fixed by the key's index alone: any page size
 gives the bits of the contiguous cache.
@@ -47,7 +47,8 @@ LAUNCH_BOUNDS = (THREADS, 4)  # at most 64 registers: more cost occupancy, and h
 LANES = 16
 KEYS_PER_PASS = 64
 PITCH = LANES + 1  # not LANES: the threads that add up rows of partial sums then hit different banks
-CHUNK = 64
+CHUNK = 32
+GROUP = 16 * CHUNK
 
 ZERO = np.float32(0.0)  # a literal 0.0 would be float64 on the GPU
 NEG_INF = np.float32(-np.inf)
@@ -93,11 +94,16 @@ def mirror(
             continue
 
         # Phase 3: the output, each thread its own latent dimensions
+        mid = np.zeros(kv_lora_rank, np.float32)
         acc = np.zeros(kv_lora_rank, np.float32)
         for first in range(0, num_keys, CHUNK):
             stop = first + CHUNK
             chunk = np.add.reduce(p[first:stop, None] * row[first:stop, :kv_lora_rank], axis=0)
-            acc += chunk
+            mid += chunk
+            if stop % GROUP == 0:
+                acc += mid
+                mid[:] = 0
+        acc += mid
         out[b, i, h] = array_from_f32(acc / l_i, out.dtype)
         lse[b, i, h] = m_i + np.log(l_i)
 
@@ -114,6 +120,18 @@ def sees(tree_mask, bits_per_word, b, i, j):
     """Whether node i sees tree key j."""
     word = tree_mask[b, i, np.uint32(j) // np.uint32(bits_per_word)]
     return (word >> (np.uint32(j) % np.uint32(bits_per_word))) & 1 == 1
+
+
+@cuda.jit(device=True, inline="always")
+def carry(stop, chunk, mid, acc):
+    """Where a chunk ends, pass its sum on to ``mid``; where a group of chunks ends, pass theirs on to ``acc``."""
+    if stop % CHUNK == 0:
+        mid += chunk
+        chunk = ZERO
+        if stop % GROUP == 0:
+            acc += mid
+            mid = ZERO
+    return chunk, mid, acc
 
 
 @cuda.jit(device=True, inline="always")
@@ -222,31 +240,28 @@ def kernel(
 
     # Phase 3: the output, each thread its own latent dimensions
     for d in range(t, kv_lora_rank, THREADS):
-        acc = ZERO
         chunk = ZERO
+        mid = ZERO
+        acc = ZERO
         key = 0
         while key < prefix:  # prefix: runs of keys that lie in one page and one chunk
             page, slot = locate(block_table, b, key, num_pages, page_size)
-            stop = min(key - key % CHUNK + CHUNK, key + page_size - slot, prefix)
-            p_run = scores[key:stop]
-            column = kv_cache[page, slot : slot + stop - key, d]
+            run = min(CHUNK - key % CHUNK, page_size - slot, prefix - key)
+            p_run = scores[key : key + run]
+            column = kv_cache[page, slot : slot + run, d]
             n = 0
-            while n < stop - key:
+            while n < run:
                 chunk += p_run[n] * to_f32(column[n])
                 n += 1
-            key = stop
-            if key % CHUNK == 0:
-                acc += chunk
-                chunk = ZERO
+            key += run
+            chunk, mid, acc = carry(key, chunk, mid, acc)
         for key in range(prefix, num_keys):  # tree: the node's ancestors alone
             p = scores[key]
             if p != ZERO:
                 page, slot = locate(block_table, b, key, num_pages, page_size)
                 chunk += p * to_f32(kv_cache[page, slot, d])
-            if (key + 1) % CHUNK == 0:
-                acc += chunk
-                chunk = ZERO
-        acc += chunk
+            chunk, mid, acc = carry(key + 1, chunk, mid, acc)
+        acc += mid + chunk
         out[b, i, h, d] = from_f32(acc / l_i, out)
     if t == 0:
         lse[b, i, h] = m_i + math.log(l_i)
@@ -272,7 +287,7 @@ def error_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
     a_rounding = float(np.finfo(np.float32).eps) / 2.4
     in_logits = logit_magnitude * math.sqrt(-(-head_dim // LANES) + LANES)
     in_exponentials = 2 * logit_magnitude + 2
-    in_sums = math.sqrt(CHUNK + -(-num_keys // CHUNK))
+    in_sums = math.sqrt(CHUNK + GROUP / CHUNK + num_keys / GROUP)
     return a_rounding * math.hypot(in_logits, in_exponentials, in_sums)
 
 

@@ -269,8 +269,11 @@ def require_apart(written: View, read: list[View]) -> None:
         raise ValueError(f"{written.name} is read-only; the result cannot be written to it")
     if 0 in written.shape:
         return
-    if any(s == 0 and n > 1 for n, s in zip(written.shape, written.strides, strict=True)):
-        raise ValueError(f"{written} has a stride of 0: several of its elements are one place in memory")
+    reach = written.dtype.itemsize
+    for stride, n in sorted((abs(s), n) for n, s in zip(written.shape, written.strides, strict=True) if n > 1):
+        if stride < reach:
+            raise ValueError(f"{written} overlaps itself: strides {written.strides} put several elements in one place")
+        reach += (n - 1) * stride
     low, high = written.extent()
     for other in read:
         other_low, other_high = other.extent()
