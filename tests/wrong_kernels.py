@@ -24,16 +24,24 @@ MISTAKES: dict[str, Change] = {
     "mask_transposed": ("b, i, key - prefix)", "b, key - prefix, i)"),
     "mask_of_first_request": ("word = tree_mask[b, i,", "word = tree_mask[0, i,"),
     "mask_bits_reversed": ("return (word >> (np", "return (word >> (np.uint32(bits_per_word) - np.uint32(1) - np"),
-    "scale_forgotten": ("scores[key] = s * sm_scale", "scores[key] = s"),
+    "odd_terms_left_out": (
+        "partial[(key - first) * PITCH + lane] = s + s_odd",
+        "partial[(key - first) * PITCH + lane] = s",
+    ),
+    "odd_lanes_left_out": ("scores[key] = (s + s_odd) * sm_scale", "scores[key] = s * sm_scale"),
+    "scale_forgotten": ("(s + s_odd) * sm_scale", "s + s_odd"),
     "first_head_for_all": ("to_f32(q_nope[b, i, h, c])", "to_f32(q_nope[b, i, 0, c])"),
     "rope_part_of_first_node": ("to_f32(q_pe[b, i, h, c])", "to_f32(q_pe[b, 0, h, c])"),
-    "rope_part_left_out": ("while c < head_dim - lane:", "while c < kv_lora_rank - lane:"),
+    "rope_part_left_out": (
+        "while c < head_dim - lane - LANES:",
+        "while c < kv_lora_rank - lane - LANES:",
+    ),
     "page_and_slot_swapped_in_scores": ("row = kv_cache[page, slot, lane:]", "row = kv_cache[slot, page, lane:]"),
     "page_and_slot_swapped_in_output": ("to_f32(kv_cache[page, slot, d])", "to_f32(kv_cache[slot, page, d])"),
     "run_from_the_page_start": ("kv_cache[page, slot : slot + run, d]", "kv_cache[page, 0:run, d]"),
     "table_of_first_request": ("page = block_table[b,", "page = block_table[0,"),
     "max_for_sum": ("l_i = block_sum(partial, l_i)", "l_i = block_max(partial, l_i)"),
-    "sum_not_divided": ("from_f32(acc / l_i, out)", "from_f32(acc, out)"),
+    "sum_not_divided": ("scores[key] /= l_i", "scores[key] /= ZERO + np.float32(1.0)"),
     "last_chunk_left_out": ("acc += mid + chunk", "acc += mid"),
     "last_group_left_out": ("acc += mid + chunk", "acc += chunk"),
     "lse_without_max": ("lse[b, i, h] = m_i + math.log(l_i)", "lse[b, i, h] = math.log(l_i)"),
@@ -52,8 +60,8 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
             "    if t == 5:\n        hold()\n    for c in range(t, head_dim - kv_lora_rank, THREADS):\n",
         ),
         (
-            "            partial[(key - first) * PITCH + lane] = s\n",
-            "            partial[(key - first) * PITCH + lane] = s\n"
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n"
             "            if lane == (kv_lora_rank + 5) % LANES:\n                release()\n",
         ),
         ("    cuda.syncthreads()  # gpu: phase 1 reads the whole row\n", ""),
@@ -61,13 +69,13 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
     # Lane 5 delivers its part of key 0 late: who adds up without waiting lacks it.
     "partial_sums": (
         (
-            "            partial[(key - first) * PITCH + lane] = s\n",
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
             "            if lane == 5 and key == 0:\n                hold()\n"
-            "            partial[(key - first) * PITCH + lane] = s\n",
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
         ),
         (
-            "            scores[key] = s * sm_scale\n",
-            "            scores[key] = s * sm_scale\n            if key == 0:\n                release()\n",
+            "            scores[key] = (s + s_odd) * sm_scale\n",
+            "            scores[key] = (s + s_odd) * sm_scale\n            if key == 0:\n                release()\n",
         ),
         ("        cuda.syncthreads()  # gpu: the partial sums of this pass are complete\n", ""),
     ),
@@ -79,11 +87,17 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
             "            if key == 5:\n                hold()\n",
         ),
         (
-            "            partial[(key - first) * PITCH + lane] = s\n",
-            "            partial[(key - first) * PITCH + lane] = s\n"
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
+            "            partial[(key - first) * PITCH + lane] = s + s_odd\n"
             "            if lane == 0 and key == KEYS_PER_PASS + 5:\n                release()\n",
         ),
         ("        cuda.syncthreads()  # gpu: the next pass overwrites partial\n", ""),
+    ),
+    # Thread 5 divides the weight of key 5 late: who adds up rows without waiting takes it undivided.
+    "weights": (
+        ("        scores[key] /= l_i\n", "        if key == 5:\n            hold()\n        scores[key] /= l_i\n"),
+        ("        acc += mid + chunk\n", "        acc += mid + chunk\n        release()\n"),
+        ("    cuda.syncthreads()  # gpu: phase 3 reads all weights\n", ""),
     ),
     # Thread 5 fetches the maximum late: who goes on to the sum without waiting overwrites it.
     "maximum": (

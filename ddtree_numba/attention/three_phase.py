@@ -3,15 +3,17 @@
 For one query row q = q[b, i, h, :] and the keys k that node i sees (the prefix and its ancestors)::
 
     s[k] = (q . row[k, :]) * sm_scale
-    m_i  = max_k s[k],    p[k] = exp(s[k] - m_i),    l_i = sum_k p[k]
-    out  = (sum_k p[k] * row[k, :R]) / l_i,          lse = m_i + log(l_i)
+    m_i  = max_k s[k],    l_i = sum_k exp(s[k] - m_i),    p[k] = exp(s[k] - m_i) / l_i
+    out  = sum_k p[k] * row[k, :R],    lse = m_i + log(l_i)
 
 One block works on one (request, node, head); it needs nothing from any other block, so there are no atomics and a row's
 bits depend on that row's inputs alone.
 
 - Phase 1: LANES threads share a key. Each multiplies every LANES-th column, so that neighbouring threads read
-  neighbouring addresses; the LANES partial sums go to shared memory, where one thread a key adds them.
-- Phase 2: the block's max, then the exponentials in place of the scores, then their sum.
+  neighbouring addresses; the LANES partial sums go to shared memory, where one thread a key adds them. Both sums take
+  even and odd terms apart: half as long, so half the rounding error, and two multiply-adds in flight.
+- Phase 2: the block's max, then the exponentials in place of the scores, their sum, and the weights in place of them.
+  Dividing the weights and not the output lets the roundings of the division average out over the keys.
 - Phase 3: each thread owns latent dimensions and walks over the keys. CHUNK keys make a partial sum, and GROUP keys the
   next, so that rounding errors do not grow with the number of keys as they would in one long sum.
 
@@ -75,9 +77,11 @@ def mirror(
         row = np.zeros((num_keys, head_dim), np.float32)
         row[seen] = array_to_f32(kv_cache[page[seen], slot[seen]])
         terms = np.pad(q_row * row, [(0, 0), (0, -head_dim % LANES)])
-        partial = np.add.reduce(terms.reshape(num_keys, -1, LANES), axis=1)
-        s = np.add.accumulate(partial, axis=1)[:, -1]
-        scores = np.where(seen, s * sm_scale, NEG_INF)
+        terms = terms.reshape(num_keys, -1, LANES)
+        partial = np.add.reduce(terms[:, 0::2], axis=1) + np.add.reduce(terms[:, 1::2], axis=1)
+        s = np.add.accumulate(partial[:, 0::2], axis=1)[:, -1]
+        s_odd = np.add.accumulate(partial[:, 1::2], axis=1)[:, -1]
+        scores = np.where(seen, (s + s_odd) * sm_scale, NEG_INF)
 
         # Phase 2: the block's max and sum
         m_i = np.fmax.reduce(scores)
@@ -92,6 +96,7 @@ def mirror(
             out[b, i, h] = 0
             lse[b, i, h] = NEG_INF
             continue
+        p /= l_i
 
         # Phase 3: the output, each thread its own latent dimensions
         mid = np.zeros(kv_lora_rank, np.float32)
@@ -104,7 +109,7 @@ def mirror(
                 acc += mid
                 mid[:] = 0
         acc += mid
-        out[b, i, h] = array_from_f32(acc / l_i, out.dtype)
+        out[b, i, h] = array_from_f32(acc, out.dtype)
         lse[b, i, h] = m_i + np.log(l_i)
 
 
@@ -201,21 +206,27 @@ def kernel(
         stop = min(first + KEYS_PER_PASS, num_keys)
         for key in range(first + group, stop, THREADS // LANES):
             s = NEG_INF
+            s_odd = ZERO
             if key < prefix or sees(tree_mask, bits_per_word, b, i, key - prefix):
                 page, slot = locate(block_table, b, key, num_pages, page_size)
                 row = kv_cache[page, slot, lane:]
                 s = ZERO
                 c = 0
-                while c < head_dim - lane:
+                while c < head_dim - lane - LANES:
                     s += q_lane[c] * to_f32(row[c])
-                    c += LANES
-            partial[(key - first) * PITCH + lane] = s
+                    s_odd += q_lane[c + LANES] * to_f32(row[c + LANES])
+                    c += 2 * LANES
+                if c < head_dim - lane:
+                    s += q_lane[c] * to_f32(row[c])
+            partial[(key - first) * PITCH + lane] = s + s_odd
         cuda.syncthreads()  # gpu: the partial sums of this pass are complete
         for key in range(first + t, stop, THREADS):
             s = ZERO
-            for other in range(LANES):
+            s_odd = ZERO
+            for other in range(0, LANES, 2):
                 s += partial[(key - first) * PITCH + other]
-            scores[key] = s * sm_scale
+                s_odd += partial[(key - first) * PITCH + other + 1]
+            scores[key] = (s + s_odd) * sm_scale
         cuda.syncthreads()  # gpu: the next pass overwrites partial
 
     # Phase 2: the block's max and sum
@@ -237,6 +248,9 @@ def kernel(
         if t == 0:
             lse[b, i, h] = NEG_INF
         return
+    for key in range(t, num_keys, THREADS):
+        scores[key] /= l_i
+    cuda.syncthreads()  # gpu: phase 3 reads all weights
 
     # Phase 3: the output, each thread its own latent dimensions
     for d in range(t, kv_lora_rank, THREADS):
@@ -262,7 +276,7 @@ def kernel(
                 chunk += p * to_f32(kv_cache[page, slot, d])
             chunk, mid, acc = carry(key + 1, chunk, mid, acc)
         acc += mid + chunk
-        out[b, i, h, d] = from_f32(acc / l_i, out)
+        out[b, i, h, d] = from_f32(acc, out)
     if t == 0:
         lse[b, i, h] = m_i + math.log(l_i)
 
@@ -285,7 +299,7 @@ def error_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
         Of ``norm(out - exact) / norm(exact)``; about three times the error that independent roundings lead to.
     """
     a_rounding = float(np.finfo(np.float32).eps) / 2.4
-    in_logits = logit_magnitude * math.sqrt(-(-head_dim // LANES) + LANES)
+    in_logits = logit_magnitude * math.sqrt(head_dim / LANES / 2 + LANES / 2 + 2)
     in_exponentials = 2 * logit_magnitude + 2
     in_sums = math.sqrt(CHUNK + GROUP / CHUNK + num_keys / GROUP)
     return a_rounding * math.hypot(in_logits, in_exponentials, in_sums)
