@@ -131,8 +131,8 @@ def median_microseconds(call: Callable[[], Any]) -> tuple[float, float]:
     for n in range(WARM_UPS + REPEATS):
         flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        # A short kernel ahead of the first event keeps the GPU busy while the host prepares the launch.
-        torch.cuda._sleep(400_000)
+        # Two milliseconds of waiting on the GPU, so that the host has prepared the launch when the first event passes.
+        torch.cuda._sleep(4_000_000)
         begin.record()
         call()
         end.record()

@@ -33,8 +33,8 @@ MISTAKES: dict[str, Change] = {
     "first_head_for_all": ("to_f32(q_nope[b, i, h, c])", "to_f32(q_nope[b, i, 0, c])"),
     "rope_part_of_first_node": ("to_f32(q_pe[b, i, h, c])", "to_f32(q_pe[b, 0, h, c])"),
     "rope_part_left_out": (
-        "while c < head_dim - lane - LANES:",
-        "while c < kv_lora_rank - lane - LANES:",
+        "while c < head_dim - lane:",
+        "while c < kv_lora_rank - lane:",
     ),
     "page_and_slot_swapped_in_scores": ("row = kv_cache[page, slot, lane:]", "row = kv_cache[slot, page, lane:]"),
     "page_and_slot_swapped_in_output": ("to_f32(kv_cache[page, slot, d])", "to_f32(kv_cache[slot, page, d])"),

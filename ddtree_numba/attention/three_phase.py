@@ -46,7 +46,7 @@ from ddtree_numba.device.runtime import require_backend
 # Python threads are dear in the simulator. A smaller block changes the order of phase 2's sum alone.
 THREADS = 32 if runtime.SIMULATOR else 256
 LAUNCH_BOUNDS = (THREADS, 4)  # at most 64 registers: more cost occupancy, and half the speed with it
-LANES = 16
+LANES = 8
 KEYS_PER_PASS = 64
 PITCH = LANES + 1  # not LANES: the threads that add up rows of partial sums then hit different banks
 CHUNK = 32
@@ -76,8 +76,7 @@ def mirror(
         slot = key % page_size
         row = np.zeros((num_keys, head_dim), np.float32)
         row[seen] = array_to_f32(kv_cache[page[seen], slot[seen]])
-        terms = np.pad(q_row * row, [(0, 0), (0, -head_dim % LANES)])
-        terms = terms.reshape(num_keys, -1, LANES)
+        terms = (q_row * row).reshape(num_keys, -1, LANES)
         partial = np.add.reduce(terms[:, 0::2], axis=1) + np.add.reduce(terms[:, 1::2], axis=1)
         s = np.add.accumulate(partial[:, 0::2], axis=1)[:, -1]
         s_odd = np.add.accumulate(partial[:, 1::2], axis=1)[:, -1]
@@ -212,12 +211,10 @@ def kernel(
                 row = kv_cache[page, slot, lane:]
                 s = ZERO
                 c = 0
-                while c < head_dim - lane - LANES:
+                while c < head_dim - lane:  # D is a multiple of 2 * LANES
                     s += q_lane[c] * to_f32(row[c])
                     s_odd += q_lane[c + LANES] * to_f32(row[c + LANES])
                     c += 2 * LANES
-                if c < head_dim - lane:
-                    s += q_lane[c] * to_f32(row[c])
             partial[(key - first) * PITCH + lane] = s + s_odd
         cuda.syncthreads()  # gpu: the partial sums of this pass are complete
         for key in range(first + t, stop, THREADS):
@@ -299,7 +296,7 @@ def error_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
         Of ``norm(out - exact) / norm(exact)``; about three times the error that independent roundings lead to.
     """
     a_rounding = float(np.finfo(np.float32).eps) / 2.4
-    in_logits = logit_magnitude * math.sqrt(head_dim / LANES / 2 + LANES / 2 + 2)
+    in_logits = logit_magnitude * math.sqrt(head_dim / LANES / 2 + 1 + LANES / 2 + 1)
     in_exponentials = 2 * logit_magnitude + 2
     in_sums = math.sqrt(CHUNK + GROUP / CHUNK + num_keys / GROUP)
     return a_rounding * math.hypot(in_logits, in_exponentials, in_sums)
@@ -345,7 +342,8 @@ def run(problem: Problem) -> None:
         raise ValueError(
             f"variant 'three_phase' needs {nbytes} bytes of shared memory for max_seqlen = {problem.max_seqlen} and "
             f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, enough for max_seqlen = {longest}. "
-            "Pass a smaller max_seqlen if the prefixes are shorter"
+            "Pass a smaller max_seqlen if the prefixes are shorter; variant 'three_phase_numpy' has no such limit, but "
+            "works on host arrays"
         )
     blocks = (problem.num_heads, problem.num_nodes, problem.batch)
     launch(kernel, blocks, THREADS, arguments(problem), results=2, shared_bytes=nbytes)
