@@ -139,10 +139,10 @@ def _print_rows(rows: list[check.Row]) -> None:
         blocks = row.checked.split(":")[0].removesuffix(" blocks")
         out, lse = row.out, row.lse
         numbers = (
-            _number(out and out.max_abs_error),
-            _number(out and out.rel_frobenius_error),
-            _number(out and out.rel_frobenius),
-            _number(lse and lse.max_abs_error),
+            _number(None if out is None else out.max_abs_error),
+            _number(None if out is None else out.rel_frobenius_error),
+            _number(None if out is None else out.rel_frobenius),
+            _number(None if lse is None else lse.max_abs_error),
             f"{row.seconds:.3f}",
         )
         table.add_row(row.file.removesuffix(".kdtr"), row.variant, blocks, *numbers, verdict)

@@ -29,6 +29,9 @@ REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "refs"
 SIMULATED_RATE = 400_000.0
 SIMULATED_START = 0.04
 
+# The tensors of a file for verify_attention; a paged one also has block_table.
+NEEDED = ("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude", "out", "lse")
+
 # verify_attention: the contract on lse, relative to max(1, |lse|).
 LSE_BOUND = 1e-5
 
@@ -64,8 +67,8 @@ class Row:
             "passed": self.passed,
             "problem": self.problem,
             "seconds": self.seconds,
-            "out": self.out.as_dict() if self.out else None,
-            "lse": self.lse.as_dict() if self.lse else None,
+            "out": None if self.out is None else self.out.as_dict(),
+            "lse": None if self.lse is None else self.lse.as_dict(),
         }
 
 
@@ -93,11 +96,14 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
     """
     try:
         tensors = kdtr.read(path)
-        operator = bytes(tensors["operator"]).decode()
+        operator = bytes(tensors.get("operator", b"")).decode(errors="replace")
         if operator != "verify_attention":
-            raise KeyError(f"no operator is named {operator!r}")
-    except (OSError, kdtr.KdtrError, KeyError) as error:
-        reason = f"tensor {error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"tensor 'operator' says {operator!r}; it must be 'verify_attention'")
+        missing = [name for name in NEEDED if name not in tensors]
+        if missing:
+            raise ValueError(f"tensors are missing: {', '.join(missing)}")
+    except (OSError, ValueError) as error:  # kdtr's errors are ValueErrors
+        reason = str(error)
         yield Row(path.name, "?", "-", "nothing", None, None, 0.0, reason)
         return
     for variant in ("three_phase_numpy", "three_phase"):

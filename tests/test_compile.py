@@ -1,0 +1,60 @@
+"""The compile gates: every kernel to machine code for five architectures, and gates that can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROFILING = Path(__file__).resolve().parent.parent / "profiling"
+
+
+def has_toolkit():
+    """Whether NVVM and nvJitLink are installed, which the extra `compile` brings; asked in another process."""
+    code = "from cuda.bindings import nvjitlink, nvvm; nvjitlink.version(); nvvm.version()"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+pytestmark = pytest.mark.skipif(not has_toolkit(), reason="needs the extra 'compile' (NVVM and nvJitLink)")
+
+
+def run(*arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PROFILING.parent), str(PROFILING)])}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_every_kernel_compiles_without_spills_and_without_float64():
+    done = run(str(PROFILING / "resources.py"), "--json")
+    rows = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert {row["arch"] for row in rows} == {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
+    assert len(rows) == 5 * len({row["kernel"] for row in rows})
+    for row in rows:
+        assert row["ok"] and 0 < row["registers"] <= 64 and row["code_bytes"] > 1000
+
+
+def test_the_gates_see_spills_and_float64():
+    code = """
+import json
+import resources
+from numba import cuda, types
+
+name, kernel, signature, bounds, nbytes = next(resources.kernels())
+crowded = resources.compile_kernel(kernel, signature, (1024, 2), (9, 0))
+
+@cuda.jit
+def with_literal(x):
+    x[0] += 0.1
+
+doubled = resources.compile_kernel(with_literal, (types.Array(types.float32, 1, "C"),), (32, 1), (9, 0))
+print(json.dumps([crowded, doubled]))
+"""
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    crowded, doubled = json.loads(done.stdout)
+    assert crowded["spill_stores"] > 0 and crowded["registers"] <= 32
+    assert doubled["float64"] > 0
