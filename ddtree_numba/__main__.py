@@ -15,27 +15,43 @@ from ddtree_numba import check
 from ddtree_numba.device import launch, runtime
 from ddtree_numba.device.arrays import HOST
 
-PACKAGES = ("numba", "numba-cuda", "numpy", "ml_dtypes", "cuda-bindings", "cuda-core", "cuda-toolkit", "cupy-cuda13x")
-OPTIONAL = ("cupy-cuda12x", "torch", "triton", "matplotlib")
+PACKAGES = (
+    *("numba", "numba-cuda", "numpy", "ml_dtypes", "cuda-bindings", "cuda-core", "cuda-toolkit"),
+    *("cupy-cuda13x", "cupy-cuda12x", "torch", "triton", "matplotlib"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code: 0, 1 when a check failed, 2 for wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m ddtree_numba", description=ddtree_numba.__doc__)
+    parser.add_argument("--version", action="version", version=ddtree_numba.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="GPU, driver, versions, shared memory, and which backend runs and why")
     info.add_argument("--json", action="store_true", help="print JSON")
-    checks = commands.add_parser("check", help="every variant of every operator against the reference files")
-    checks.add_argument("files", nargs="*", type=Path, metavar="FILES", help="KDTR files; default: all of refs/")
+    checks = commands.add_parser(
+        "check",
+        help="every variant of every operator against the reference files",
+        epilog="Exit code: 0 if all passed, 1 if something failed or a file could not be read, 2 if there is no file.",
+    )
+    checks.add_argument(
+        "files", nargs="*", type=Path, metavar="FILES", help="KDTR files; default: all of the checkout's refs/"
+    )
     checks.add_argument("--json", action="store_true", help="print JSON")
     checks.add_argument("--full", action="store_true", help="all blocks also in the simulator (hours)")
     checks.add_argument(
-        "--budget", type=float, default=10.0, metavar="SECONDS", help="simulator: time for each file (default: 10)"
+        "--budget", type=_seconds, default=10.0, metavar="SECONDS", help="simulator: time for each file (default: 10)"
     )
     options = parser.parse_args(arguments)
     if options.command == "info":
         return run_info(options.json)
     return run_check(options.files, options.json, None if options.full else options.budget)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time in seconds; --full checks all")
+    return value
 
 
 def collect_info() -> dict[str, str]:
@@ -50,7 +66,7 @@ def collect_info() -> dict[str, str]:
         facts["GPU"] = f"none: {problem}"
     limit = launch.shared_bytes_limit(HOST) if runtime.SIMULATOR or problem is None else 0
     facts["shared memory a block"] = f"{limit} bytes" if limit else "unknown"
-    for package in PACKAGES + OPTIONAL:
+    for package in PACKAGES:
         try:
             facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -99,20 +115,25 @@ def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
     """Check the files and print a table or JSON; 0: every row passed, 1: one failed, 2: there is no file."""
     files = files or check.reference_files()
     if not files:
-        print(f"no reference files in {check.REFERENCE_FOLDER}; name some: check FILES", file=sys.stderr)
+        print(
+            f"no reference files in {check.REFERENCE_FOLDER}: they are part of the source checkout, not of the "
+            "installed package. Run from a checkout (pip install -e .) or name files: check FILES",
+            file=sys.stderr,
+        )
         return 2
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     notes = Console(stderr=True, soft_wrap=True)
     if runtime.SIMULATOR and budget is not None:
-        notes.print(f"time budget: {budget:g} s for each file; at least 4 blocks are checked (--full checks all)")
+        notes.print(f"time budget: {budget:g} s for each file, but no less than 4 blocks (--full checks all)")
     rows: list[check.Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as progress:
         task = progress.add_task("", total=len(files))
         for path in files:
-            rows += check.check_file(path, budget, lambda what: progress.update(task, description=what))
+            rows += check.check_file(path, budget, lambda what: progress.update(task, description=escape(what)))
             progress.advance(task)
     passed = all(row.passed for row in rows)
     if as_json:
@@ -125,15 +146,18 @@ def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
 def _print_rows(rows: list[check.Row]) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for title in ("file", "variant", "blocks"):
         table.add_column(title, overflow="fold")
-    for title in ("max abs", "rel. Fro.", "bound", "LSE", "seconds"):
-        table.add_column(title, justify="right")
-    table.add_column("verdict")
-    table.caption = "max abs and rel. Fro. (relative Frobenius) are errors of out; LSE: error relative to max(1, |lse|)"
+    for title in ("max abs", "rel. F.", "bound", "LSE", "seconds"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=7)
+    table.add_column("", no_wrap=True, min_width=4)
+    table.caption = (
+        "errors of out: max abs, rel. F. (relative Frobenius) and its bound; LSE: error relative to max(1, |lse|)"
+    )
     for row in rows:
         verdict = "[green]ok[/]" if row.passed else "[bold red]FAIL[/]"
         blocks = row.checked.split(":")[0].removesuffix(" blocks")
@@ -145,21 +169,21 @@ def _print_rows(rows: list[check.Row]) -> None:
             _number(None if lse is None else lse.max_abs_error),
             f"{row.seconds:.3f}",
         )
-        table.add_row(row.file.removesuffix(".kdtr"), row.variant, blocks, *numbers, verdict)
+        table.add_row(escape(row.file.removesuffix(".kdtr")), row.variant, blocks, *numbers, verdict)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for row in rows:
         if ":" in row.checked:
-            console.print(f"{row.file} {row.variant}: {row.checked}", highlight=False)
+            console.print(escape(f"{row.file} {row.variant}: {row.checked}"), highlight=False)
     for row in rows:
         if not row.passed:
-            console.print(f"[red]FAIL[/] {row.file} {row.variant}: {row.problem}", highlight=False)
+            console.print("[red]FAIL[/]", escape(f"{row.file} {row.variant}: {row.problem}"), highlight=False)
     failed = sum(not row.passed for row in rows)
     console.print(f"{len(rows) - failed} passed, {failed} failed", highlight=False)
 
 
 def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.2e}"
+    return "-" if value is None else f"{value:.1e}"
 
 
 if __name__ == "__main__":

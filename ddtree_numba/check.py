@@ -129,6 +129,7 @@ def _check_verify_attention(path: Path, tensors: dict[str, np.ndarray], variant:
     inputs: dict[str, Any] = {name: arrays.get(name) for name in names}
     on_device = variant == "three_phase" and not runtime.SIMULATOR
     if on_device:
+        runtime.require_backend()
         inputs = {name: None if x is None else cuda.to_device(np.ascontiguousarray(x)) for name, x in inputs.items()}
         result = {name: cuda.to_device(x) for name, x in result.items()}
 

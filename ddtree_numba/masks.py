@@ -51,7 +51,19 @@ def unpack_mask(words: np.ndarray, num_nodes: int) -> np.ndarray:
     Returns
     -------
     bool [.., Q, Q]
+
+    Raises
+    ------
+    TypeError
+        ``words`` is not uint32.
+    ValueError
+        There are not ceil(Q/32) words a row.
     """
+    words = np.asarray(words)
+    if words.dtype != np.uint32:
+        raise TypeError(f"words has dtype {words.dtype}; it must be uint32")
+    if words.shape[-1] != -(-num_nodes // 32):
+        raise ValueError(f"words has {words.shape[-1]} words a row; {num_nodes} nodes need {-(-num_nodes // 32)}")
     octets = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
     return np.unpackbits(octets, axis=-1, count=num_nodes, bitorder="little").astype(np.bool_)
 
@@ -71,10 +83,14 @@ def mask_from_parents(parents: Any) -> np.ndarray:
 
     Raises
     ------
+    TypeError
+        ``parents`` is no array of integers.
     ValueError
         A parent is not smaller than its node, or below -1.
     """
     parents = np.asarray(parents)
+    if parents.dtype.kind not in "iu" or parents.ndim == 0:
+        raise TypeError(f"parents has dtype {parents.dtype}, {parents.ndim} axes; it must be an array of integers")
     num_nodes = parents.shape[-1]
     if np.any(parents >= np.arange(num_nodes)) or np.any(parents < -1):
         raise ValueError("parents must hold -1 or the index of an earlier node")

@@ -20,8 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pynvml
-import torch
+
+try:
+    import pynvml
+    import torch
+except ImportError as error:
+    sys.exit(f"{error}: this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py")
 from rich.console import Console
 from rich.progress import track
 
@@ -239,7 +243,10 @@ def main() -> int:
         print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
         return 2
     torch.backends.cuda.matmul.allow_tf32 = False
-    commit = options.commit or subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+    commit = (
+        options.commit
+        or subprocess.check_output(["git", "describe", "--always", "--abbrev=40", "--dirty"], text=True).strip()
+    )
     jobs: list[Callable[[], list[dict]]] = [lambda p=path: reference_rows(p, commit) for path in reference_files()]
     jobs += [
         lambda s=shape, d=dtype: shape_rows(s, d, 2.0, commit)

@@ -88,6 +88,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     as_json = parser.parse_args().json
+    try:
+        nvjitlink.version()
+    except Exception as error:
+        sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
     jobs = [(*kernel, cc) for kernel in kernels() for cc in ARCHITECTURES]
     rows = []
     for name, kernel, signature, bounds, nbytes, cc in track(jobs, "compiling", console=Console(stderr=True)):

@@ -110,3 +110,18 @@ def test_info(capsys):
     facts = json.loads(out)
     assert ("simulator" in facts["backend"]) == SIMULATOR
     assert facts["shared memory a block"].endswith("bytes")
+
+
+def test_brackets_in_names_and_messages_survive(capsys, tmp_path):
+    path = tmp_path / "x[red]y[/].kdtr"
+    kdtr.write(path, {**kdtr.read(SMALL), "q": kdtr.read(SMALL)["q"][..., :512]})
+    code, out, _ = run(capsys, "check", path, *QUICK)
+    assert code == 1
+    assert "x[red]y[/].kdtr three_phase: ValueError: q float32[" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("budget", ["nan", "inf", "-1", "soon"])
+def test_a_budget_is_a_time(capsys, budget):
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "--budget", budget])
+    assert caught.value.code == 2 and "--budget" in capsys.readouterr().err

@@ -67,3 +67,9 @@ def test_numba_cuda_imported_before():
 def test_probing_gives_a_reason_or_none():
     reason = runtime.probe_driver()
     assert reason is None or reason
+
+
+def test_a_variable_set_after_numba_was_imported():
+    code = "import numba, os\nos.environ['NUMBA_ENABLE_CUDASIM'] = '1'\nimport ddtree_numba as dd\n"
+    done = run(code + CALL.format(variant="three_phase"))
+    assert (done.stdout, done.stderr) == ("called\n", "")

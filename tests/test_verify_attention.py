@@ -783,7 +783,7 @@ ERRORS: list[tuple[str, str, type[Exception], Any]] = [
     ("block_table has no pages", "kv_cache", ValueError, value("block_table", np.zeros((2, 0), np.int32))),
     (
         "block_table allows too many tokens",
-        "block_table",
+        "kv_cache",
         ValueError,
         value("block_table", np.broadcast_to(np.int32(0), (2, 2**31 // 10 + 1))),
     ),
@@ -811,7 +811,12 @@ ERRORS: list[tuple[str, str, type[Exception], Any]] = [
     ("max_seqlen is a bool", "max_seqlen", TypeError, value("max_seqlen", True)),
     ("num_splits is 2", "num_splits", ValueError, value("num_splits", 2)),
     ("num_splits is 0", "num_splits", ValueError, value("num_splits", 0)),
-    ("num_splits is text", "num_splits", ValueError, value("num_splits", "1")),
+    ("sm_scale underflows", "sm_scale", ValueError, value("sm_scale", 1e-50)),
+    ("sm_scale overflows", "sm_scale", ValueError, value("sm_scale", 1e39)),
+    ("sm_scale is huge", "sm_scale", ValueError, value("sm_scale", 10**400)),
+    ("sm_scale is a string", "sm_scale", TypeError, value("sm_scale", "0.5")),
+    ("sm_scale is True", "sm_scale", TypeError, value("sm_scale", True)),
+    ("num_splits is text", "num_splits", TypeError, value("num_splits", "1")),
     ("variant is unknown", "variant", ValueError, value("variant", "flash9")),
     ("variant is None", "variant", ValueError, value("variant", None)),
     ("out_dtype is int32", "out_dtype", TypeError, value("out_dtype", np.int32)),
@@ -994,3 +999,25 @@ def test_a_missing_barrier_shows_and_a_late_thread_alone_does_not(race):
     results = run_changed(racing, inputs)
     with pytest.raises(AssertionError, match="FAIL"):
         check_results(results, inputs)
+
+
+@both_variants
+def test_validate_takes_stale_entries_of_idle_slots_and_behind_padded_nodes(variant):
+    inputs = make_inputs(Case("stale", (3, 0), Q=3, page_size=4, mask="bool", idle=(1,), padded=2))
+    table = inputs["block_table"].copy()
+    table[1] = -1
+    mask = inputs["tree_mask"].copy()
+    mask[0, 1:] = False
+    table[0, 1:] = 2147480000
+    attend(inputs, variant, block_table=table, tree_mask=mask, validate=True)
+    mask[0, 2, 2] = True  # now row 5 is live, and with it the second page
+    with pytest.raises(ValueError, match=r"block_table\[0, 1\]"):
+        attend(inputs, variant, block_table=table, tree_mask=mask, validate=True)
+
+
+@both_variants
+def test_validate_refuses_bools_that_are_neither_0_nor_1(variant):
+    inputs = make_inputs(Case("bytes", (3,), Q=2, mask="bool"))
+    mask = np.full((1, 2, 2), 2, np.uint8).view(np.bool_)
+    with pytest.raises(ValueError, match="tree_mask has a byte"):
+        attend(inputs, variant, tree_mask=mask, validate=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ddtree_numba.device import arrays
 from ddtree_numba.device.arrays import FLOATS, View
-from ddtree_numba.masks import causal_words
+from ddtree_numba.masks import causal_words, unpack_mask
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def make_problem(
             f"kv_cache holds {capacity} tokens a request; it must hold the prefix and the tree's {num_nodes} rows"
         )
     longest = max(capacity - num_nodes, 0)
-    max_seqlen = longest if max_seqlen is None else _integer("max_seqlen", max_seqlen)
+    max_seqlen = longest if max_seqlen is None else require_integer("max_seqlen", max_seqlen)
     if not 0 <= max_seqlen <= longest:
         raise ValueError(
             f"max_seqlen is {max_seqlen}; it must be between 0 and {longest} "
@@ -162,7 +162,7 @@ def make_problem(
 
 
 def _queries(q: Any, kv_lora_rank: int) -> tuple[View, View]:
-    kv_lora_rank = _integer("kv_lora_rank", kv_lora_rank)
+    kv_lora_rank = require_integer("kv_lora_rank", kv_lora_rank)
     if kv_lora_rank < 16 or kv_lora_rank % 16:
         raise ValueError(f"kv_lora_rank is {kv_lora_rank}; it must be a positive multiple of 16")
     if isinstance(q, (tuple, list)):
@@ -199,16 +199,16 @@ def _cache(kv_cache: Any, block_table: Any, batch: int, head_dim: int) -> tuple[
     if block_table is None:
         arrays.require_shape(cache, "[B, S, D]", batch, None, head_dim)
         table = arrays.constant(cache.device, _one_page_each, batch)
-        return cache, table, cache.shape[1]
-    arrays.require_shape(cache, "[num_pages, page_size, D]", None, None, head_dim)
-    table = arrays.view("block_table", block_table)
-    arrays.require_dtype(table, np.int32)
-    arrays.require_shape(table, "[B, max_pages]", batch, None)
+    else:
+        arrays.require_shape(cache, "[num_pages, page_size, D]", None, None, head_dim)
+        table = arrays.view("block_table", block_table)
+        arrays.require_dtype(table, np.int32)
+        arrays.require_shape(table, "[B, max_pages]", batch, None)
+        if batch and (cache.shape[0] == 0 or cache.shape[1] == 0):
+            raise ValueError(f"{cache} has no page or no slot; it must hold at least one row")
     capacity = table.shape[1] * cache.shape[1]
-    if batch and (cache.shape[0] == 0 or cache.shape[1] == 0):
-        raise ValueError(f"{cache} has no page or no slot; it must hold at least one row")
     if capacity >= 2**31:
-        raise ValueError(f"block_table and page_size allow {capacity} tokens a request; it must be less than 2**31")
+        raise ValueError(f"kv_cache allows {capacity} tokens a request; it must be less than 2**31")
     return cache, table, capacity
 
 
@@ -252,13 +252,17 @@ def _scale(sm_scale: Any) -> float:
     scalar = isinstance(sm_scale, np.ndarray) and sm_scale.ndim == 0 and sm_scale.dtype.kind in "fiu"
     if isinstance(sm_scale, bool) or not (scalar or isinstance(sm_scale, Real)):
         raise TypeError(f"sm_scale is {sm_scale!r}; it must be a number")
-    value = float(sm_scale)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"sm_scale is {value}; it must be finite and above 0 (Kimi K2: 0.144680, never D**-0.5)")
+    try:
+        value = float(sm_scale)
+    except OverflowError:
+        value = math.inf
+    if not (value <= float(np.finfo(np.float32).max) and np.float32(value) > 0):  # NaN fails the first
+        raise ValueError(f"sm_scale is {sm_scale}; it must be a float32 above 0 (Kimi K2: 0.144680, never D**-0.5)")
     return value
 
 
-def _integer(name: str, value: Any) -> int:
+def require_integer(name: str, value: Any) -> int:
+    """The value as an int; raises TypeError unless it is one (bool is none)."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} is {value!r}; it must be an integer")
     return int(value)
@@ -270,8 +274,8 @@ def check_contents(problem: Problem) -> None:
     Raises
     ------
     ValueError
-        A length is negative or above ``max_seqlen``; a table entry of a live page is no page; a packed mask has a bit
-        at or past Q.
+        A length is negative or above ``max_seqlen``; a packed mask has a bit at or past Q, or a bool mask a byte other
+        than 0 and 1; a table entry of a live page is no page.
     """
     lengths = problem.cache_seqlens.to_host()
     wrong = np.flatnonzero((lengths < 0) | (lengths > problem.max_seqlen))
@@ -279,18 +283,26 @@ def check_contents(problem: Problem) -> None:
         b = int(wrong[0])
         raise ValueError(f"cache_seqlens[{b}] is {lengths[b]}; it must be between 0 and {problem.max_seqlen}")
 
+    words = problem.tree_mask.to_host()
+    if problem.bits_per_word == 1:
+        if (words > 1).any():
+            raise ValueError("tree_mask has a byte other than 0 and 1; kernels read the lowest bit of a bool")
+        seen: np.ndarray = np.any(words, axis=1)
+    else:
+        spare = 32 * words.shape[2] - problem.num_nodes
+        past_the_end = words[..., -1] >> np.uint32(32 - spare) if spare else words[..., :0]
+        if past_the_end.any():
+            b, i = (int(n) for n in np.argwhere(past_the_end)[0])
+            raise ValueError(f"tree_mask[{b}, {i}] has a bit at or past column {problem.num_nodes}")
+        seen = np.any(unpack_mask(words, problem.num_nodes), axis=1)
+
+    # A request is live up to its prefix and the last tree row that any node sees; an idle slot has no live page.
     num_pages, page_size, _ = problem.kv_cache.shape
     table = problem.block_table.to_host()
     for b, length in enumerate(lengths):
-        live = table[b, : -(-(int(length) + problem.num_nodes) // page_size)]
+        rows = int(length) + int(np.max(np.flatnonzero(seen[b]), initial=-1)) + 1
+        live = table[b, : -(-rows // page_size)]
         bad = np.flatnonzero((live < 0) | (live >= num_pages))
         if bad.size:
             n = int(bad[0])
             raise ValueError(f"block_table[{b}, {n}] is {live[n]}; it must be between 0 and {num_pages - 1}")
-
-    spare = problem.tree_mask.shape[2] * problem.bits_per_word - problem.num_nodes
-    if spare:
-        last = problem.tree_mask.to_host()[..., -1] >> np.uint32(32 - spare)
-        if last.any():
-            b, i = (int(n) for n in np.argwhere(last)[0])
-            raise ValueError(f"tree_mask[{b}, {i}] has a bit at or past column {problem.num_nodes}")

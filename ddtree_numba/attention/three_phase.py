@@ -293,7 +293,7 @@ def error_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
     Returns
     -------
     float
-        Of ``norm(out - exact) / norm(exact)``; about three times the error that independent roundings lead to.
+        Of ``norm(out - exact) / norm(exact)``; about twice the error that independent roundings lead to.
     """
     a_rounding = float(np.finfo(np.float32).eps) / 2.4
     in_logits = logit_magnitude * math.sqrt(head_dim / LANES / 2 + 1 + LANES / 2 + 1)

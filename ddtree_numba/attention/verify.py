@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree_numba.attention import three_phase
-from ddtree_numba.attention.problem import make_problem
+from ddtree_numba.attention.problem import make_problem, require_integer
 
 VARIANTS = ("auto", "three_phase", "three_phase_numpy")
 
@@ -105,7 +105,7 @@ def verify_attention(
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
-    if num_splits not in (None, 1):
+    if num_splits is not None and require_integer("num_splits", num_splits) != 1:
         raise ValueError(f"num_splits is {num_splits!r}; three_phase takes 1 or None")
     problem = make_problem(
         q,

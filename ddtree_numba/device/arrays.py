@@ -11,11 +11,12 @@ Source: the CUDA Array Interface, version 3 (Numba documentation).
 
 from __future__ import annotations
 
-import functools
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +25,9 @@ from numba import cuda
 from ddtree_numba.device import runtime
 
 if runtime.SIMULATOR:
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray as SimulatedArray
+    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+    SimulatedArray = FakeCUDAArray
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
@@ -284,7 +287,7 @@ def require_apart(written: View, read: list[View]) -> None:
 def _share(a: View, b: View) -> bool:
     here, there = (np.asarray(_HostMemory(x._interface(np.dtype(f"V{x.dtype.itemsize}")), x.owner)) for x in (a, b))
     try:
-        return bool(np.shares_memory(here, there, max_work=100_000))  # type: ignore[arg-type]
+        return bool(np.shares_memory(here, there, max_work=cast(Any, 100_000)))
     except RuntimeError:  # numpy's TooHardError: only a proof that they are apart lets a call through
         return True
 
@@ -317,19 +320,26 @@ def empty(name: str, like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -
         with cupy.cuda.Device(like.device):
             return cupy.empty(shape, dtype)
     if like.kind == "numba":
-        return cuda.device_array(shape, kernel_dtype(dtype))
+        with nullcontext() if like.device == HOST else cuda.gpus[like.device]:
+            return cuda.device_array(shape, kernel_dtype(dtype))
     return np.empty(shape, dtype)
 
 
-@functools.cache
+_constants: dict[tuple[Any, ...], View] = {}
+_constants_lock = threading.Lock()
+
+
 def constant(device: int, make: Callable[..., np.ndarray], *key: int) -> View:
     """A small read-only array ``make(*key)`` on a device, made once and kept for the life of the process.
 
     Later calls neither allocate nor copy, so they may be captured in a graph once the first has run. It is never freed,
     because a captured graph may hold its address.
     """
-    array = make(*key)
-    if device == HOST:
-        return view(make.__name__, array)
-    with cuda.gpus[device]:
-        return view(make.__name__, cuda.to_device(array))
+    with _constants_lock:  # functools.cache would let two threads make it, and free one of the two while in use
+        found = _constants.get((device, make, key))
+        if found is None:
+            with nullcontext() if device == HOST else cuda.gpus[device]:
+                array = make(*key)
+                found = view(make.__name__, array if device == HOST else cuda.to_device(array))
+            _constants[device, make, key] = found
+        return found

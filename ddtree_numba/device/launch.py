@@ -1,6 +1,6 @@
 """Launching kernels: the caller's stream, shared memory above 48 KB, and the simulator's pace.
 
-The one place that uses Numba's internals, so that another version of Numba means changes here alone.
+Numba's internals are used here and, for the simulator's arrays, in arrays.py: another version means changes there.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import HOST, View, contiguous_strides, kernel_dtype, view
 
 if runtime.SIMULATOR:
-    from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray as SimulatedArray
+    from ddtree_numba.device.arrays import SimulatedArray
 
-# What a kernel gets without asking; beyond it a kernel attribute must be raised first (CUDA C++ Programming Guide,
-# "Shared Memory", compute capability 7.x and later).
-SHARED_BYTES_WITHOUT_ASKING = 48 * 1024
 # The simulator has no limit of its own; it takes that of compute capability 9.0, so that both refuse alike.
 SIMULATED_SHARED_BYTES = 227 * 1024
 SIMULATED_NAME = "the simulator (as compute capability 9.0)"
 
 _simulator_lock = threading.Lock()
-_shared_bytes_allowed: dict[tuple[int, int], int] = {}
 
 
 def device_name(device: int) -> str:
@@ -107,9 +103,7 @@ def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple
     from cuda.core import launch as core_launch
 
     function = _compiled(kernel, args[0].device, type_keys(args))
-    if shared_bytes > SHARED_BYTES_WITHOUT_ASKING:
-        _allow_shared_bytes(function, shared_bytes)
-    # What Numba's own launch would prepare from its device arrays, made from the views, which costs a tenth of that.
+    # What Numba's own launch would prepare from its device arrays, made from the views, which is much faster.
     words: list[Any] = []
     for a in args:
         if isinstance(a, View):
@@ -153,21 +147,19 @@ def signature(keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> tuple[Any, ..
 
 @functools.cache
 def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> Any:
-    """The kernel's function on a device for arguments of these types, compiled on first use."""
-    return kernel.compile(signature(keys))._codelibrary.get_cufunc()
+    """The kernel's function on a device for arguments of these types, compiled on first use.
 
-
-def _allow_shared_bytes(function: Any, shared_bytes: int) -> None:
+    A block gets more than 48 KB of shared memory only after a kernel attribute has been raised (CUDA C++ Programming
+    Guide, "Shared Memory", compute capability 7.x and later). It is a cap, so it is raised once, to the device's limit.
+    """
     from cuda.bindings import driver
 
-    key = (int(function.handle), function.device.id)
-    if _shared_bytes_allowed.get(key, 0) >= shared_bytes:
-        return
+    function = kernel.compile(signature(keys))._codelibrary.get_cufunc()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes, function.handle, function.device.id)
+    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes_limit(device), function.handle, device)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the driver refused {shared_bytes} bytes of shared memory a block ({status.name})")
-    _shared_bytes_allowed[key] = shared_bytes
+        raise RuntimeError(f"the driver refused shared memory above 48 KB a block ({status.name})")
+    return function
 
 
 def _simulate(

@@ -11,6 +11,7 @@ calls it first of all.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import sys
@@ -58,9 +59,9 @@ def choose_backend() -> tuple[bool, str]:
         simulator = bool(numba.config.ENABLE_CUDASIM)
         how = "on" if simulator else "off"
         return simulator, f"numba.cuda was imported before ddtree_numba, with the simulator {how}"
-    if asked is not None and asked != "":
-        simulator = bool(numba.config.ENABLE_CUDASIM)
-        return simulator, f"NUMBA_ENABLE_CUDASIM={asked} is set"
+    if asked in ("0", "1"):
+        numba.config.ENABLE_CUDASIM = int(asked)  # the variable may have been set after numba was imported
+        return asked == "1", f"NUMBA_ENABLE_CUDASIM={asked} is set"
     problem = probe_driver()
     if problem is None:
         return False, "a CUDA GPU was found"
@@ -89,7 +90,7 @@ def require_backend() -> None:
     """
     if SIMULATOR:
         return
-    problem = _driver_problem()
+    problem = _probed()
     if problem is None:
         return
     if "imported before" in REASON:
@@ -99,10 +100,6 @@ def require_backend() -> None:
     raise RuntimeError(f"no kernel can run: {problem}, and the simulator is off ({REASON}). To go on, {advice}.")
 
 
-_probed: list[str | None] = []
-
-
-def _driver_problem() -> str | None:
-    if not _probed:
-        _probed.append(probe_driver())
-    return _probed[0]
+@functools.cache
+def _probed() -> str | None:
+    return probe_driver()
