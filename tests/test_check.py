@@ -113,11 +113,11 @@ def test_info(capsys):
 
 
 def test_brackets_in_names_and_messages_survive(capsys, tmp_path):
-    path = tmp_path / "x[red]y[/].kdtr"
+    path = tmp_path / "x[red]y[bold].kdtr"
     kdtr.write(path, {**kdtr.read(SMALL), "q": kdtr.read(SMALL)["q"][..., :512]})
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 1
-    assert "x[red]y[/].kdtr three_phase: ValueError: q float32[" in " ".join(out.split())
+    assert "x[red]y[bold].kdtr three_phase: ValueError: q float32[" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("budget", ["nan", "inf", "-1", "soon"])
