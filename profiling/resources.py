@@ -34,19 +34,31 @@ DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 
 
 def kernels() -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[int, int], int]]:
-    """Every kernel: name, dispatcher, argument types, launch bounds, dynamic shared memory at a prefix of 2,048."""
-    for dtype in DTYPES:
-        num_nodes = 17
+    """Every kernel: name, dispatcher, argument types, launch bounds, dynamic shared memory at a prefix of 2,048.
+
+    Layouts and dtypes combine freely, and each combination compiles anew: all in one dtype and in C order stand first,
+    then the one that is farthest from it, bool mask, all strides free, three dtypes.
+    """
+    num_nodes = 17
+    q = np.zeros((1, num_nodes, 64, 576))
+    cache = np.zeros((1, 2048 + num_nodes, 576))
+    words = np.zeros((1, num_nodes, 1), np.uint32)
+    problems = [(dtype.name, q.astype(dtype), cache.astype(dtype), words, None) for dtype in DTYPES]
+    strided_out = np.zeros((1, num_nodes, 64, 1024), np.float16)[..., ::2]
+    bools = np.zeros((1, num_nodes, 2 * num_nodes), np.bool_)[..., ::2]
+    bfloat16_rows = cache.astype(DTYPES[2])[:, ::-1]
+    problems.append(("mixed, strided", q.astype(np.float32)[:, ::-1], bfloat16_rows, bools, strided_out))
+    for name, q, cache, mask, out in problems:
         problem = make_problem(
-            np.zeros((1, num_nodes, 64, 576), dtype),
-            np.zeros((1, 2048 + num_nodes, 576), dtype),
+            q,
+            cache,
             np.zeros(1, np.int32),
-            np.zeros((1, num_nodes, 1), np.uint32),
+            mask,
             sm_scale=1.0,
             kv_lora_rank=512,
             block_table=None,
             max_seqlen=None,
-            out=None,
+            out=out,
             lse=None,
             out_dtype=None,
             workspace=None,
@@ -54,7 +66,7 @@ def kernels() -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[int, int], int]
         )
         signature = launch.signature(launch.type_keys(three_phase.arguments(problem)))
         nbytes = three_phase.shared_bytes(problem)
-        yield f"three_phase {dtype.name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes
+        yield f"three_phase {name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes
 
 
 def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], cc: tuple[int, int]) -> dict:
