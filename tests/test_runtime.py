@@ -64,9 +64,38 @@ def test_numba_cuda_imported_before():
     assert error.startswith("RuntimeError: no kernel can run") and "import ddtree_numba before numba.cuda" in error
 
 
-def test_probing_gives_a_reason_or_none():
-    reason = runtime.probe_driver()
-    assert reason is None or reason
+class Driver:
+    """A CUDA driver library that answers as told."""
+
+    def __init__(self, status, gpus):
+        self.status, self.gpus = status, gpus
+
+    def cuInit(self, flags):
+        return self.status
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = self.gpus
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "reason"),
+    [
+        (None, "is not installed"),
+        (Driver(100, 0), "cuInit gave error 100"),
+        (Driver(0, 0), "sees no GPU"),
+        (Driver(0, 2), None),
+    ],
+)
+def test_the_driver_is_asked(monkeypatch, driver, reason):
+    def load(name):
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(runtime.ctypes, "CDLL", load)
+    found = runtime.probe_driver()
+    assert found is None if reason is None else reason in found
 
 
 def test_a_variable_set_after_numba_was_imported():

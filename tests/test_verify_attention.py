@@ -1021,3 +1021,12 @@ def test_validate_refuses_bools_that_are_neither_0_nor_1(variant):
     mask = np.full((1, 2, 2), 2, np.uint8).view(np.bool_)
     with pytest.raises(ValueError, match="tree_mask has a byte"):
         attend(inputs, variant, tree_mask=mask, validate=True)
+
+
+def test_a_tree_that_alone_exceeds_shared_memory_is_refused_without_a_negative_bound():
+    num_nodes = shared_bytes_limit(-1) // 4
+    q = np.broadcast_to(np.float32(0), (1, num_nodes, 1, 32))
+    cache = np.broadcast_to(np.float32(0), (1, num_nodes, 32))
+    mask = np.broadcast_to(np.uint32(0), (1, num_nodes, -(-num_nodes // 32)))
+    with pytest.raises(ValueError, match="too little for the tree alone"):
+        dd.verify_attention(q, cache, np.zeros(1, np.int32), mask, sm_scale=1.0, kv_lora_rank=16, variant=KERNEL)

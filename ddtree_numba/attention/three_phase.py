@@ -339,9 +339,10 @@ def run(problem: Problem) -> None:
     limit = shared_bytes_limit(device)
     if nbytes > limit:
         longest = problem.max_seqlen - -(-(nbytes - limit) // 4)
+        enough = f"enough for max_seqlen = {longest}" if longest >= 0 else "too little for the tree alone"
         raise ValueError(
             f"variant 'three_phase' needs {nbytes} bytes of shared memory for max_seqlen = {problem.max_seqlen} and "
-            f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, enough for max_seqlen = {longest}. "
+            f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, {enough}. "
             "Pass a smaller max_seqlen if the prefixes are shorter; variant 'three_phase_numpy' has no such limit, but "
             "works on host arrays"
         )

@@ -307,7 +307,7 @@ def resolve_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     raise TypeError(f"{name} is {dtype!r}; it must be one of: {', '.join(d.name for d in FLOATS)}")
 
 
-def empty(name: str, like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     """A new array of the caller's kind, uninitialised, where ``like`` lies.
 
     Numba's device arrays cannot hold bfloat16: they get its bits, as uint16.
