@@ -121,7 +121,7 @@ def make_problem(
             f"kv_cache holds {capacity} tokens a request; it must hold the prefix and the tree's {num_nodes} rows"
         )
     longest = max(capacity - num_nodes, 0)
-    max_seqlen = longest if max_seqlen is None else require_integer("max_seqlen", max_seqlen)
+    max_seqlen = longest if max_seqlen is None else arrays.require_integer("max_seqlen", max_seqlen)
     if not 0 <= max_seqlen <= longest:
         raise ValueError(
             f"max_seqlen is {max_seqlen}; it must be between 0 and {longest} "
@@ -162,7 +162,7 @@ def make_problem(
 
 
 def _queries(q: Any, kv_lora_rank: int) -> tuple[View, View]:
-    kv_lora_rank = require_integer("kv_lora_rank", kv_lora_rank)
+    kv_lora_rank = arrays.require_integer("kv_lora_rank", kv_lora_rank)
     if kv_lora_rank < 16 or kv_lora_rank % 16:
         raise ValueError(f"kv_lora_rank is {kv_lora_rank}; it must be a positive multiple of 16")
     if isinstance(q, (tuple, list)):
@@ -259,13 +259,6 @@ def _scale(sm_scale: Any) -> float:
     if not (value <= float(np.finfo(np.float32).max) and np.float32(value) > 0):  # NaN fails the first
         raise ValueError(f"sm_scale is {sm_scale}; it must be a float32 above 0 (Kimi K2: 0.144680, never D**-0.5)")
     return value
-
-
-def require_integer(name: str, value: Any) -> int:
-    """The value as an int; raises TypeError unless it is one (bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
-    return int(value)
 
 
 def check_contents(problem: Problem) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree_numba.attention import three_phase
-from ddtree_numba.attention.problem import make_problem, require_integer
+from ddtree_numba.attention.problem import make_problem
+from ddtree_numba.device.arrays import require_integer
 
 VARIANTS = ("auto", "three_phase", "three_phase_numpy")
 

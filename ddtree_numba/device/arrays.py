@@ -250,6 +250,13 @@ def require_shape(x: View, meaning: str, *expected: int | None) -> None:
         raise ValueError(f"{x.name} has shape {list(x.shape)}; it must be {meaning} = [{wanted}]")
 
 
+def require_integer(name: str, value: Any) -> int:
+    """The value as an int; raises TypeError unless it is one (bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {value!r}; it must be an integer")
+    return int(value)
+
+
 def require_one_place(views: list[View]) -> None:
     """Raise ValueError unless all arrays lie in host memory, or all on one GPU."""
     first = views[0]

@@ -60,7 +60,7 @@ else:
 
     _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
-    def _widen(builder, bits):
+    def widen(builder, bits):
         return builder.bitcast(builder.shl(builder.zext(bits, _I32), _I32(16)), _F32)
 
     def _narrow(builder, x):
@@ -70,7 +70,7 @@ else:
     @intrinsic
     def bf16_to_f32(typingctx, bits):
         def codegen(context, builder, signature, args):
-            return _widen(builder, args[0])
+            return widen(builder, args[0])
 
         return types.float32(types.uint16), codegen
 
@@ -85,7 +85,7 @@ else:
     def to_f32(typingctx, x):
         def codegen(context, builder, signature, args):
             if x == types.uint16:
-                return _widen(builder, args[0])
+                return widen(builder, args[0])
             return context.cast(builder, args[0], x, types.float32)
 
         return types.float32(x), codegen

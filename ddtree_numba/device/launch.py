@@ -28,6 +28,27 @@ SIMULATED_NAME = "the simulator (as compute capability 9.0)"
 
 _simulator_lock = threading.Lock()
 
+if runtime.SIMULATOR:
+    from numba.cuda.np import numpy_support
+    from numba.cuda.simulator import kernelapi
+
+    _plain_array = kernelapi.FakeCUDAShared.array
+    _array_lock = threading.Lock()
+
+    def _array(self: Any, shape: Any, dtype: Any, alignment: Any = None) -> np.ndarray:
+        """Numba's own, but for a race: two threads that came first at once got an array each."""
+        if shape == 0:
+            return _plain_array(self, shape, dtype, alignment)
+        caller = sys._getframe(1)
+        key = (caller.f_code.co_filename, caller.f_lineno)
+        with _array_lock:
+            if key not in self._allocations:
+                as_numpy = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else dtype
+                self._allocations[key] = np.empty(shape, as_numpy)
+            return self._allocations[key]
+
+    kernelapi.FakeCUDAShared.array = _array
+
 
 def device_name(device: int) -> str:
     """Name of a GPU, for messages; -1 means the current one."""
@@ -150,13 +171,19 @@ def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, st
     """The kernel's function on a device for arguments of these types, compiled on first use.
 
     A block gets more than 48 KB of shared memory only after a kernel attribute has been raised (CUDA C++ Programming
-    Guide, "Shared Memory", compute capability 7.x and later). It is a cap, so it is raised once, to the device's limit.
+    Guide, "Shared Memory", compute capability 7.x and later). It is a cap, so it is raised once, to what the device's
+    limit leaves beside the kernel's own, statically sized arrays.
     """
     from cuda.bindings import driver
 
     function = kernel.compile(signature(keys))._codelibrary.get_cufunc()
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, shared_bytes_limit(device), function.handle, device)
+    attributes = driver.CUfunction_attribute
+    attribute = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    status, static = driver.cuKernelGetAttribute(attribute, function.handle, device)
+    if status == driver.CUresult.CUDA_SUCCESS:
+        attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        cap = shared_bytes_limit(device) - static
+        (status,) = driver.cuKernelSetAttribute(attribute, cap, function.handle, device)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the driver refused shared memory above 48 KB a block ({status.name})")
     return function

@@ -1,0 +1,101 @@
+"""What the lanes of one warp do together: the largest and smallest of their values, in one instruction each.
+
+All lanes of the warp must call these, and the compiler is told so (``convergent``), so that it never moves such a call
+into a branch that some lanes do not take.
+
+===================  ======================================================================
+``warp_max(x)``      largest uint32 of the warp's lanes, for each of them
+``warp_min(x)``      smallest
+``warp_votes(p)``    the lanes in which ``p`` is true, lane i as bit i of an uint32
+``warp_sync()``      orders the lanes' accesses to shared memory before and behind it
+``choose(p, a, b)``  ``a`` where p is true, else ``b``, uint32; no branch is ever made of it (for one thread)
+===================  ======================================================================
+
+In the simulator a block is one warp of as many lanes as it has threads, and the twins wait for the whole block.
+
+Source: PTX ISA, redux.sync (sm_80 and later) and bar.warp.sync.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numba import cuda
+
+from ddtree_numba.device import runtime
+
+if runtime.SIMULATOR:
+
+    def _of_all_lanes(x):
+        thread = threading.current_thread()
+        values = thread._manager.__dict__.setdefault("warp_values", {})
+        values[thread.thread_id] = x
+        thread.syncthreads()
+        found = list(values.values())
+        thread.syncthreads()
+        return found
+
+    def warp_max(x):
+        return max(_of_all_lanes(np.uint32(x)))
+
+    def warp_min(x):
+        return min(_of_all_lanes(np.uint32(x)))
+
+    def warp_votes(p):
+        lane = threading.current_thread().thread_id
+        return np.uint32(sum(_of_all_lanes(np.uint32(bool(p)) << np.uint32(lane))))
+
+    def choose(p, a, b):
+        return a if p else b
+
+    def warp_sync():
+        threading.current_thread().syncthreads()
+
+else:
+    from llvmlite import ir
+    from numba.cuda import types
+    from numba.cuda.extending import intrinsic
+
+    _I32 = ir.IntType(32)
+    _ALL_LANES = 0xFFFFFFFF
+
+    def _redux(builder, operation, x):
+        function_type = ir.FunctionType(_I32, [_I32, _I32])
+        asm = ir.InlineAsm(function_type, f"redux.sync.{operation}.u32 $0, $1, $2;", "=r,r,r", side_effect=True)
+        return builder.call(asm, [x, _I32(_ALL_LANES)], attrs=("convergent",))
+
+    @intrinsic
+    def warp_max(typingctx, x):
+        def codegen(context, builder, signature, args):
+            return _redux(builder, "max", args[0])
+
+        return types.uint32(types.uint32), codegen
+
+    @intrinsic
+    def warp_min(typingctx, x):
+        def codegen(context, builder, signature, args):
+            return _redux(builder, "min", args[0])
+
+        return types.uint32(types.uint32), codegen
+
+    @cuda.jit(device=True, inline="always")
+    def warp_votes(p):
+        return np.uint32(cuda.ballot_sync(_ALL_LANES, p))
+
+    @intrinsic
+    def choose(typingctx, p, a, b):
+        def codegen(context, builder, signature, args):
+            return builder.select(*args)
+
+        return types.uint32(types.boolean, types.uint32, types.uint32), codegen
+
+    @intrinsic
+    def warp_sync(typingctx):
+        def codegen(context, builder, signature, args):
+            function_type = ir.FunctionType(ir.VoidType(), [_I32])
+            asm = ir.InlineAsm(function_type, "bar.warp.sync $0;", "r,~{memory}", side_effect=True)
+            builder.call(asm, [_I32(_ALL_LANES)], attrs=("convergent",))
+            return context.get_dummy_value()
+
+        return types.void(), codegen
