@@ -1,4 +1,4 @@
-"""DDTree's GPU kernels for speculative decoding, in Python: tree-verify MLA attention as Numba CUDA kernels.
+"""DDTree's GPU kernels for speculative decoding, in Python: draft trees and tree-verify MLA attention in Numba CUDA.
 
 Each kernel stands beside its NumPy mirror and is checked against an independent float64 oracle. Importing this package
 turns Numba's simulator on where there is no usable GPU, so import it before `numba.cuda`.
@@ -10,16 +10,68 @@ from ddtree_numba import compare, kdtr
 from ddtree_numba._version import __version__
 from ddtree_numba.attention.scale import DEEPSEEK_V3_SM_SCALE, KIMI_K2_SM_SCALE, yarn_sm_scale
 from ddtree_numba.attention.verify import verify_attention
-from ddtree_numba.masks import mask_from_parents, pack_mask, unpack_mask
+from ddtree_numba.tree.build_tree import build_tree
+from ddtree_numba.tree.draft_tree import DraftTree
+from ddtree_numba.tree.encodings import (
+    bitpacked_mask,
+    dense_bias,
+    depths_from_parents,
+    full_mask,
+    inverse_permutation,
+    links_from_parents,
+    mask_from_parents,
+    pack_mask,
+    parents_from_links,
+    parents_from_mask,
+    parents_from_retrieve_indices,
+    parents_from_sglang,
+    positions,
+    qlen_only_mask,
+    relabel,
+    retrieve_indices,
+    sglang_links,
+    tensorrt_mask,
+    tree_mask_from_bias,
+    tree_mask_from_bitpacked,
+    tree_mask_from_full_mask,
+    tree_mask_from_qlen_only,
+    tree_mask_from_tensorrt,
+    unpack_mask,
+)
+from ddtree_numba.tree.topk_logprobs import topk_logprobs
 
 __all__ = [
     "DEEPSEEK_V3_SM_SCALE",
+    "DraftTree",
     "KIMI_K2_SM_SCALE",
     "__version__",
+    "bitpacked_mask",
+    "build_tree",
     "compare",
+    "dense_bias",
+    "depths_from_parents",
+    "full_mask",
+    "inverse_permutation",
     "kdtr",
+    "links_from_parents",
     "mask_from_parents",
     "pack_mask",
+    "parents_from_links",
+    "parents_from_mask",
+    "parents_from_retrieve_indices",
+    "parents_from_sglang",
+    "positions",
+    "qlen_only_mask",
+    "relabel",
+    "retrieve_indices",
+    "sglang_links",
+    "tensorrt_mask",
+    "topk_logprobs",
+    "tree_mask_from_bias",
+    "tree_mask_from_bitpacked",
+    "tree_mask_from_full_mask",
+    "tree_mask_from_qlen_only",
+    "tree_mask_from_tensorrt",
     "unpack_mask",
     "verify_attention",
     "yarn_sm_scale",

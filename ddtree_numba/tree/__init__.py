@@ -1,0 +1,1 @@
+"""Draft trees: top-k log-probabilities, the best-first builder, and every encoding of a tree."""
