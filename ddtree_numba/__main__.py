@@ -12,6 +12,7 @@ from typing import Any
 
 import ddtree_numba
 from ddtree_numba import check
+from ddtree_numba.compare import Report
 from ddtree_numba.device import launch, runtime
 from ddtree_numba.device.arrays import HOST
 
@@ -127,7 +128,7 @@ def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
 
     notes = Console(stderr=True, soft_wrap=True)
     if runtime.SIMULATOR and budget is not None:
-        notes.print(f"time budget: {budget:g} s for each file, but no less than 4 blocks (--full checks all)")
+        notes.print(f"time budget: {budget:g} s for each file, but no less than 4 blocks or rows (--full checks all)")
     rows: list[check.Row] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=notes, transient=True) as progress:
@@ -150,27 +151,20 @@ def _print_rows(rows: list[check.Row]) -> None:
     from rich.table import Table
 
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("file", "variant", "blocks"):
+    for title in ("file", "variant", "checked"):
         table.add_column(title, overflow="fold")
-    for title in ("max abs", "rel. F.", "bound", "LSE", "seconds"):
+    for title in ("max abs", "rel. F.", "bound", "others", "seconds"):
         table.add_column(title, justify="right", no_wrap=True, min_width=7)
     table.add_column("", no_wrap=True, min_width=4)
     table.caption = (
-        "errors of out: max abs, rel. F. (relative Frobenius) and its bound; LSE: error relative to max(1, |lse|)"
+        "verify_attention: errors of out (bound: of rel. F., relative Frobenius); lse relative to max(1, |lse|). "
+        "topk_logprobs: errors of logprobs relative to max(1, |lse|, |logit|); ids exact. exact: results must be equal."
     )
     for row in rows:
+        cells = (row.variant, row.checked.split(":")[0], *_cells(row.reports), f"{row.seconds:.3f}")
         verdict = "[green]ok[/]" if row.passed else "[bold red]FAIL[/]"
-        blocks = row.checked.split(":")[0].removesuffix(" blocks")
-        out, lse = row.out, row.lse
-        numbers = (
-            _number(None if out is None else out.max_abs_error),
-            _number(None if out is None else out.rel_frobenius_error),
-            _number(None if out is None else out.rel_frobenius),
-            _number(None if lse is None else lse.max_abs_error),
-            f"{row.seconds:.3f}",
-        )
-        table.add_row(escape(row.file.removesuffix(".kdtr")), row.variant, blocks, *numbers, verdict)
-    console = Console(width=None if sys.stdout.isatty() else 120)
+        table.add_row(escape(row.file.removesuffix(".kdtr")), *cells, verdict)
+    console = Console(width=None if sys.stdout.isatty() else 132)
     console.print(table)
     for row in rows:
         if ":" in row.checked:
@@ -180,6 +174,21 @@ def _print_rows(rows: list[check.Row]) -> None:
             console.print("[red]FAIL[/]", escape(f"{row.file} {row.variant}: {row.problem}"), highlight=False)
     failed = sum(not row.passed for row in rows)
     console.print(f"{len(rows) - failed} passed, {failed} failed", highlight=False)
+
+
+def _cells(reports: tuple[Report, ...]) -> tuple[str, str, str, str]:
+    """Max abs, relative Frobenius and bound of the first result that has a bound, and the other results in a word."""
+    exact = [report for report in reports if check.is_exact(report)]
+    bounded = [report for report in reports if not check.is_exact(report)]
+    if not bounded:
+        errors = [report.max_abs_error for report in exact if report.max_abs_error is not None]
+        return _number(max(errors, default=None)), "-", "exact" if exact else "-", "-"
+    first, *others = bounded
+    bound = first.max_abs if first.rel_frobenius is None else first.rel_frobenius
+    words = [f"{report.name} {_number(report.max_abs_error)}" for report in others]
+    if exact:
+        words.append("exact" if all(exact) else "differ")
+    return _number(first.max_abs_error), _number(first.rel_frobenius_error), _number(bound), ", ".join(words)
 
 
 def _number(value: Any) -> str:

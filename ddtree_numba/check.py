@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -22,34 +22,52 @@ from ddtree_numba.attention.verify import verify_attention
 from ddtree_numba.compare import Report, compare
 from ddtree_numba.device import runtime
 from ddtree_numba.masks import pack_mask, unpack_mask
+from ddtree_numba.tree import encodings
+from ddtree_numba.tree.build_tree import build_tree
+from ddtree_numba.tree.draft_tree import DTYPES, DraftTree
+from ddtree_numba.tree.topk_logprobs import topk_logprobs
 
 REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "refs"
 
-# The simulator's pace: multiply-adds a second, and the seconds that starting a block takes whatever its size.
+# The simulator's pace in attention: multiply-adds a second, and the seconds that starting a block takes at any size.
 SIMULATED_RATE = 400_000.0
 SIMULATED_START = 0.04
-
-# The tensors of a file for verify_attention; a paged one also has block_table.
-NEEDED = ("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude", "out", "lse")
+# In topk_logprobs: logits of a row a second, and the seconds that a row and each of the k results take beside this.
+SIMULATED_LOGITS = 8_000.0
+SIMULATED_ROW = 0.1
+SIMULATED_ROUND = 0.01
+# In build_tree: nodes a second. In the encodings: pairs of nodes of a tree.
+SIMULATED_NODES = 110.0
+SIMULATED_PAIRS = 6_000.0
 
 # verify_attention: the contract on lse, relative to max(1, |lse|).
 LSE_BOUND = 1e-5
+
+# topk_logprobs: the bound on logprobs, relative to max(1, |lse|, |logit|).
+LOGPROB_BOUND = 4 * float(np.finfo(np.float32).eps)
+
+# tree_encodings: what engines take.
+ENGINE_FORMS = (
+    *("positions", "retrieve_indices", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"),
+    *("full_mask", "qlen_only_mask", "tensorrt_mask", "dense_bias"),
+)
+
+Tensors = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Row:
     """What one variant did on one file.
 
-    ``checked`` says which part was compared; ``out`` and ``lse`` are the comparisons, None where it came to none;
-    ``seconds`` is the wall time of a call, compilation left out; ``problem`` is empty when the row passed.
+    ``checked`` says which part was compared; ``reports`` are the comparisons, one for each result, or none where it did
+    not come to them; ``seconds`` is the wall time, compilation left out; ``problem`` is empty when the row passed.
     """
 
     file: str
     operator: str
     variant: str
     checked: str
-    out: Report | None
-    lse: Report | None
+    reports: tuple[Report, ...]
     seconds: float
     problem: str
 
@@ -67,14 +85,23 @@ class Row:
             "passed": self.passed,
             "problem": self.problem,
             "seconds": self.seconds,
-            "out": None if self.out is None else self.out.as_dict(),
-            "lse": None if self.lse is None else self.lse.as_dict(),
+            "reports": [report.as_dict() for report in self.reports],
         }
 
 
-def reference_files() -> list[Path]:
-    """The reference files of a source checkout, in name order."""
-    return sorted(REFERENCE_FOLDER.glob("*.kdtr"))
+def is_exact(report: Report) -> bool:
+    """Whether the results had to be equal: integers, and floats that must not differ at all."""
+    return (report.max_abs or 0.0) == 0.0 and report.rel_frobenius is None
+
+
+def reference_files(operator: str | None = None) -> list[Path]:
+    """The reference files of a source checkout, in name order: all, or those for one operator."""
+    paths = sorted(REFERENCE_FOLDER.glob("*.kdtr"))
+    return [path for path in paths if operator is None or _operator_of(kdtr.read(path, verify=False)) == operator]
+
+
+def _operator_of(tensors: Tensors) -> str:
+    return bytes(tensors.get("operator", b"")).decode(errors="replace")
 
 
 def check_file(path: Path, seconds: float | None, started: Callable[[str], None] = lambda what: None) -> Iterator[Row]:
@@ -85,7 +112,8 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
     path : Path
         A KDTR file.
     seconds : float or None
-        Time budget of each simulated variant; at least four blocks are checked whatever it is. None means all blocks.
+        Time budget of the simulated variants together; at least four blocks or rows, four nodes of each tree, or one
+        tree's encodings are checked whatever it is. None means all.
     started : callable
         Told what begins, for a progress bar.
 
@@ -96,70 +124,111 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
     """
     try:
         tensors = kdtr.read(path)
-        operator = bytes(tensors.get("operator", b"")).decode(errors="replace")
-        if operator != "verify_attention":
-            raise ValueError(f"tensor 'operator' says {operator!r}; it must be 'verify_attention'")
-        missing = [name for name in NEEDED if name not in tensors]
+        name = _operator_of(tensors)
+        if name not in OPERATORS:
+            raise ValueError(f"tensor 'operator' says {name!r}; it must be one of: {', '.join(OPERATORS)}")
+        operator = OPERATORS[name]
+        missing = [tensor for tensor in operator.needed if tensor not in tensors]
         if missing:
             raise ValueError(f"tensors are missing: {', '.join(missing)}")
     except (OSError, ValueError) as error:  # kdtr's errors are ValueErrors
         reason = str(error)
-        yield Row(path.name, "?", "-", "nothing", None, None, 0.0, reason)
+        yield Row(path.name, "?", "-", "nothing", (), 0.0, reason)
         return
-    for variant in ("three_phase_numpy", "three_phase"):
+    simulated = [variant for variant in operator.variants if runtime.SIMULATOR and not variant.endswith("_numpy")]
+    for variant in operator.variants:
         started(f"{path.name} {variant}")
+        share = seconds / len(simulated) if seconds is not None and variant in simulated else None
         try:
-            yield _check_verify_attention(path, tensors, variant, seconds)
+            checked, reports, elapsed = operator.check(tensors, variant, share)
+            problem = "; ".join(str(report) for report in reports if not report.passed)
+            yield Row(path.name, name, variant, checked, reports, elapsed, problem)
         except Exception as error:  # whatever went wrong belongs into the table, and the other rows still count
             reason = f"{type(error).__name__}: {error}"
-            yield Row(path.name, operator, variant, "nothing", None, None, 0.0, reason)
+            yield Row(path.name, name, variant, "nothing", (), 0.0, reason)
 
 
-def _check_verify_attention(path: Path, tensors: dict[str, np.ndarray], variant: str, seconds: float | None) -> Row:
-    simulated = runtime.SIMULATOR and variant == "three_phase"
-    arrays, checked = _select(tensors, seconds if simulated else None)
+def _first(name: str, count: int) -> str:
+    return f"{name} 0" if count == 1 else f"{name}s 0-{count - 1}"
+
+
+def _run(
+    variant: str, inputs: dict[str, Any], results: Tensors, call: Callable[[dict[str, Any], dict[str, Any]], None]
+) -> tuple[Tensors, float]:
+    """Let ``call`` write into results where the variant works; the results on the host, and the seconds it took."""
+    on_device = not variant.endswith("_numpy")
+    arrays: tuple[dict[str, Any], dict[str, Any]] = inputs, results
+    if on_device:
+        runtime.require_backend()
+        arrays = _to_device(inputs), _to_device(results)
+
+    def timed() -> float:
+        start = time.perf_counter()
+        call(*arrays)
+        if on_device:
+            cuda.synchronize()
+        return time.perf_counter() - start
+
+    elapsed = timed()
+    if on_device:
+        if not runtime.SIMULATOR:
+            elapsed = timed()  # the first call compiled
+        results = {name: array.copy_to_host() for name, array in arrays[1].items()}
+    return results, elapsed
+
+
+def _to_device(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Copies on the GPU; bfloat16, which Numba does not know, as its bits, which our operators take."""
+
+    def copy(array: np.ndarray) -> Any:
+        return cuda.to_device(np.ascontiguousarray(array.view(np.uint16) if array.dtype.name == "bfloat16" else array))
+
+    return {name: None if array is None else copy(array) for name, array in arrays.items()}
+
+
+def _unwritten(like: np.ndarray) -> np.ndarray:
+    """An array to write into, of values that no result has: what is never written must show."""
+    if like.dtype.kind == "b":
+        return ~like
+    return np.full_like(like, np.nan if like.dtype.kind == "f" else np.iinfo(like.dtype).max)
+
+
+def _exact(name: str, actual: Any, expected: np.ndarray) -> Report:
+    """Comparison of results that must be equal, dtype and infinities included."""
+    if np.asarray(actual).dtype != expected.dtype:
+        return Report(name, passed=False, reason=f"dtype {np.asarray(actual).dtype}, expected {expected.dtype}")
+    return compare(actual, expected, name=name, max_abs=0.0)
+
+
+_Outcome = tuple[str, tuple[Report, ...], float]
+
+
+def _check_verify_attention(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    arrays, checked = _select(tensors, seconds)
     num_keys = int(arrays["cache_seqlens"].max(initial=0)) + arrays["q"].shape[1]
     bound = three_phase.error_bound(float(tensors["logit_magnitude"]), num_keys, arrays["q"].shape[3])
 
-    result: dict[str, Any] = {
-        "out": np.full(arrays["expected_out"].shape, np.nan, np.float32),
-        "lse": np.full(arrays["expected_lse"].shape, np.nan, np.float32),
-    }
-    names = ("q", "kv_cache", "cache_seqlens", "tree_mask", "block_table")
-    inputs: dict[str, Any] = {name: arrays.get(name) for name in names}
-    on_device = variant == "three_phase" and not runtime.SIMULATOR
-    if on_device:
-        runtime.require_backend()
-        inputs = {name: None if x is None else cuda.to_device(np.ascontiguousarray(x)) for name, x in inputs.items()}
-        result = {name: cuda.to_device(x) for name, x in result.items()}
-
-    def call() -> float:
-        start = time.perf_counter()
+    def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
         verify_attention(
             **inputs,
             sm_scale=float(tensors["sm_scale"]),
             kv_lora_rank=int(tensors["kv_lora_rank"]),
             variant=variant,
-            **result,
+            **results,
         )
-        if on_device:
-            cuda.synchronize()
-        return time.perf_counter() - start
 
-    elapsed = call()
-    if on_device:
-        elapsed = call()
-        result = {name: x.copy_to_host() for name, x in result.items()}
+    names = ("q", "kv_cache", "cache_seqlens", "tree_mask", "block_table")
+    unwritten = {name: _unwritten(arrays[f"expected_{name}"]) for name in ("out", "lse")}
+    result, elapsed = _run(variant, {name: arrays.get(name) for name in names}, unwritten, call)
 
     out = compare(result["out"], arrays["expected_out"], name="out", rel_frobenius=bound)
     expected = arrays["expected_lse"]
     unit = np.where(np.isfinite(expected), np.maximum(1, np.abs(expected)), 1)
     lse = compare(result["lse"] / unit, expected / unit, name="lse", max_abs=LSE_BOUND)
-    problem = "; ".join(str(report) for report in (out, lse) if not report.passed)
-    return Row(path.name, "verify_attention", variant, checked, out, lse, elapsed, problem)
+    return checked, (out, lse), elapsed
 
 
-def _select(tensors: dict[str, np.ndarray], seconds: float | None) -> tuple[dict[str, Any], str]:
+def _select(tensors: Tensors, seconds: float | None) -> tuple[dict[str, Any], str]:
     """The part of a file that the time budget allows: all requests, the first nodes, the first and last heads.
 
     The first n nodes of a tree are a tree, because parents come before children, and their rows are the first n behind
@@ -186,3 +255,190 @@ def _select(tensors: dict[str, np.ndarray], seconds: float | None) -> tuple[dict
     count = batch * nodes * len(heads)
     which = f"nodes 0-{nodes - 1}, heads {' and '.join(map(str, heads))}"
     return arrays, f"{count} of {total} blocks: {which}, all requests"
+
+
+def _check_topk_logprobs(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """Ids must be equal, logprobs within LOGPROB_BOUND * M, where M = max(1, |lse|, |logit|).
+
+    In units of u = eps/2, half the spacing of float32 at 1: m + log(sum) is rounded by u * |lse|, its logarithm by as
+    much, logit - lse and the stored value by u * |logprob| each, which is at most 2 u * M. These are 6 of the 8 u * M.
+    After n additions in a row the sum of exp(x - m) is wrong by about u * sqrt(n) of itself, its logarithm by as much
+    absolutely; x - m and exp add 2 u or 3 u, averaged over the terms. 2 u * M hold this on the files: their long rows,
+    in which n may be 260, have an lse of 10 and more, or equal logits, which add up exactly.
+    """
+    logits, k = tensors["logits"], int(tensors["k"])
+    batch, length, vocabulary = logits.shape
+    requests, positions = batch, length
+    if seconds is not None:
+        a_row = SIMULATED_ROW + k * SIMULATED_ROUND + vocabulary / SIMULATED_LOGITS
+        rows = max(4, int(seconds / a_row))
+        requests = min(batch, max(1, rows // length))
+        positions = length if requests > 1 else min(length, rows)
+    part = slice(0, requests), slice(0, positions)
+    checked = f"all {batch * length} rows"
+    if (requests, positions) != (batch, length):
+        which = f"{_first('request', requests)}, {_first('position', positions)}"
+        checked = f"{requests * positions} of {batch * length} rows: {which}"
+
+    def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
+        topk_logprobs(inputs["logits"], k, variant=variant, out=(results["logprobs"], results["token_ids"]))
+
+    expected = {name: tensors[name][part] for name in ("logprobs", "token_ids")}
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, {"logits": logits[part]}, unwritten, call)
+
+    chosen = np.take_along_axis(logits[part].astype(np.float64), np.maximum(expected["token_ids"], 0), axis=2)
+    sizes = np.maximum(np.abs(chosen), np.abs(tensors["lse"][part])[..., None])
+    unit = np.where(np.isfinite(expected["logprobs"]), np.maximum(1, sizes), 1)
+    actual = result["logprobs"] / unit
+    logprobs = compare(actual, expected["logprobs"] / unit, name="logprobs", max_abs=LOGPROB_BOUND)
+    return checked, (logprobs, _exact("token_ids", result["token_ids"], expected["token_ids"])), elapsed
+
+
+def _check_build_tree(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    batch, num_nodes = tensors["tokens"].shape
+    nodes = num_nodes
+    if seconds is not None:
+        nodes = min(num_nodes, max(4, int(seconds * SIMULATED_NODES / batch)))
+    expected = _first_nodes(tensors, nodes)
+    total = batch * num_nodes
+    checked = f"all {total} nodes"
+    if nodes < num_nodes:
+        checked = f"{batch * nodes} of {total} nodes: nodes 0-{nodes - 1} of all requests"
+
+    def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
+        out = DraftTree(**results, max_depth=int(tensors["max_depth"]))
+        build_tree(**inputs, tree_budget=nodes - 1, variant=variant, out=out)
+
+    inputs = {name: tensors[name] for name in ("logprobs", "token_ids", "root_tokens")}
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, inputs, unwritten, call)
+    return checked, tuple(_exact(name, result[name], array) for name, array in expected.items()), elapsed
+
+
+def _first_nodes(tensors: Tensors, nodes: int) -> Tensors:
+    """The first nodes of each tree: what a smaller budget gives, since nodes stand in the order of the search."""
+    tree = {name: tensors[name] if name == "num_nodes" else tensors[name][:, :nodes] for name in DTYPES}
+    tree["num_nodes"] = np.minimum(tree["num_nodes"], nodes)
+    tree["tree_mask"] = tree["tree_mask"][:, :, : -(-nodes // 32)]
+    for name in ("first_child", "next_sibling"):
+        tree[name] = np.where(tree[name] < nodes, tree[name], np.int32(-1))
+    return tree
+
+
+def _check_tree_encodings(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """Every conversion of a tree into another form, and back."""
+    batch, num_nodes = tensors["parents"].shape
+    requests = batch
+    if seconds is not None:
+        requests = min(batch, max(1, int(seconds * SIMULATED_PAIRS / num_nodes**2)))
+    checked = f"all {batch} trees"
+    if requests < batch:
+        checked = f"{requests} of {batch} trees: {_first('request', requests)}"
+    given = _first_requests(tensors, requests)
+    depth = int(tensors["max_depth"])
+    total = int(given["cache_seqlens"].sum())
+    packs_into_integers = "bitpacked_mask" in given
+
+    of_tree = ("first_child", "next_sibling", "depths", "tree_mask", "parents")
+    expected = {name: given[name] for name in (*of_tree, *_engine_forms(given))}
+    for order in encodings.ORDERS:
+        expected |= {name: array for name, array in given.items() if name.startswith(f"{order}.")}
+    # The way back from each form.
+    for form in ("mask", "sglang", "retrieve_indices"):
+        expected[f"parents_from_{form}"] = given["parents"]
+    for form in ("full_mask", "qlen_only", "tensorrt", "bias", *["bitpacked"] * packs_into_integers):
+        expected[f"tree_mask_from_{form}"] = given["tree_mask"]
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        parents, mask, lengths = x["parents"], x["tree_mask"], x["cache_seqlens"]
+        encodings.links_from_parents(parents, out=(out["first_child"], out["next_sibling"]))
+        encodings.depths_from_parents(parents, out=out["depths"])
+        encodings.mask_from_parents(parents, packed=True, out=out["tree_mask"])
+        encodings.positions(lengths, x["depths"], out=out["positions"])
+        encodings.retrieve_indices(parents, depth, out=out["retrieve_indices"])
+        names = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+        encodings.sglang_links(parents, out=tuple(out[name] for name in names))
+        encodings.full_mask(mask, lengths, total, out=out["full_mask"])
+        encodings.qlen_only_mask(mask, out=out["qlen_only_mask"])
+        encodings.tensorrt_mask(mask, out=out["tensorrt_mask"])
+        encodings.dense_bias(mask, out=out["dense_bias"])
+        encodings.parents_from_links(x["first_child"], x["next_sibling"], out=out["parents"])
+        encodings.parents_from_mask(mask, out=out["parents_from_mask"])
+        encodings.parents_from_sglang(*(x[name] for name in names[1:]), out=out["parents_from_sglang"])
+        paths = x["retrieve_indices"]
+        encodings.parents_from_retrieve_indices(paths, num_nodes, out=out["parents_from_retrieve_indices"])
+        back: dict[str, Any] = {"packed": True}
+        full, flat, packed = x["full_mask"], x["qlen_only_mask"], x.get("bitpacked_mask")
+        encodings.tree_mask_from_full_mask(full, lengths, num_nodes, out=out["tree_mask_from_full_mask"], **back)
+        encodings.tree_mask_from_qlen_only(flat, num_nodes, out=out["tree_mask_from_qlen_only"], **back)
+        encodings.tree_mask_from_tensorrt(x["tensorrt_mask"], out=out["tree_mask_from_tensorrt"], **back)
+        encodings.tree_mask_from_bias(x["dense_bias"], out=out["tree_mask_from_bias"], **back)
+        if packs_into_integers:
+            encodings.bitpacked_mask(mask, out=out["bitpacked_mask"])
+            encodings.tree_mask_from_bitpacked(packed, num_nodes, out=out["tree_mask_from_bitpacked"], **back)
+        tree = DraftTree(**{name: x[name] for name in DTYPES}, max_depth=depth)
+        for order in encodings.ORDERS:
+            new = DraftTree(**{name: out[f"{order}.{name}"] for name in DTYPES}, max_depth=depth)
+            encodings.relabel(tree, order, out=new, permutation=out[f"{order}.permutation"])
+
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, given, unwritten, call)
+    return checked, tuple(_exact(name, result[name], array) for name, array in expected.items()), elapsed
+
+
+def _engine_forms(tensors: Tensors) -> tuple[str, ...]:
+    """The forms of a tree that a file holds; one integer a node is a form only where a tree fits."""
+    return (*ENGINE_FORMS, *["bitpacked_mask"] * ("bitpacked_mask" in tensors))
+
+
+def _first_requests(tensors: Tensors, requests: int) -> Tensors:
+    """The first requests of a batch of trees, of flat arrays too."""
+    num_nodes = tensors["parents"].shape[1]
+    sizes = {
+        "full_mask": num_nodes * (int(tensors["cache_seqlens"][:requests].sum()) + requests * num_nodes),
+        "qlen_only_mask": requests * num_nodes**2,
+        "bitpacked_mask": requests * num_nodes,
+    }
+    arrays = {name: array for name, array in tensors.items() if array.ndim and name != "operator"}
+    return {name: array[: sizes.get(name, requests)] for name, array in arrays.items()}
+
+
+class _Operator(NamedTuple):
+    """What a file for it must hold, its variants, and what checks one: of tensors, variant and time budget."""
+
+    needed: tuple[str, ...]
+    variants: tuple[str, ...]
+    check: Callable[[Tensors, str, float | None], _Outcome]
+
+
+OPERATORS = {
+    # A paged file also has block_table.
+    "verify_attention": _Operator(
+        (
+            *("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude"),
+            *("out", "lse"),
+        ),
+        ("three_phase_numpy", "three_phase"),
+        _check_verify_attention,
+    ),
+    "topk_logprobs": _Operator(
+        ("logits", "k", "logprobs", "token_ids", "lse"),
+        ("rounds_numpy", "rounds", "threshold_numpy", "threshold"),
+        _check_topk_logprobs,
+    ),
+    "build_tree": _Operator(
+        ("logprobs", "token_ids", "root_tokens", "tree_budget", "max_depth", *DTYPES),
+        ("heap_numpy", "heap", "frontier_numpy", "frontier"),
+        _check_build_tree,
+    ),
+    # Trees of up to 32 nodes also have bitpacked_mask.
+    "tree_encodings": _Operator(
+        (
+            *("cache_seqlens", "max_depth", *DTYPES, *ENGINE_FORMS),
+            *(f"{order}.{name}" for order in encodings.ORDERS for name in (*DTYPES, "permutation")),
+        ),
+        ("kernels",),
+        _check_tree_encodings,
+    ),
+}

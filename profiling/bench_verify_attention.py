@@ -247,7 +247,9 @@ def main() -> int:
         options.commit
         or subprocess.check_output(["git", "describe", "--always", "--abbrev=40", "--dirty"], text=True).strip()
     )
-    jobs: list[Callable[[], list[dict]]] = [lambda p=path: reference_rows(p, commit) for path in reference_files()]
+    jobs: list[Callable[[], list[dict]]] = [
+        lambda p=path: reference_rows(p, commit) for path in reference_files("verify_attention")
+    ]
     jobs += [
         lambda s=shape, d=dtype: shape_rows(s, d, 2.0, commit)
         for shape in SHAPES

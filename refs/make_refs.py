@@ -1,8 +1,9 @@
-"""Generate the reference files of verify_attention: ``python refs/make_refs.py [--out DIR]``.
+"""Generate the reference files of all operators: ``python refs/make_refs.py [--out DIR]``.
 
 Inputs are the same bytes on every machine and with every NumPy version: raw words of a bit generator, whose stream
 NumPy guarantees (NEP 19; distributions are not guaranteed), then integer arithmetic and single, correctly rounded IEEE
-operations. out and lse are the oracle's float64 results rounded to float32; their last bit may depend on the BLAS.
+operations. So are trees and their encodings. out, logprobs and lse are the oracle's float64 results, the first two
+rounded to float32; their last bit may depend on the BLAS or the library of mathematical functions.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from rich.progress import track
@@ -24,7 +27,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 from ddtree_numba import kdtr
 from refs import oracle, trees
 
-__all__ = ["CASES", "Case", "build", "main"]
+__all__ = [
+    "CASES",
+    "Case",
+    "ENCODING_CASES",
+    "EncodingCase",
+    "SPECIAL_ROWS",
+    "TOPK_CASES",
+    "TREE_CASES",
+    "TopkCase",
+    "TreeCase",
+    "build",
+    "build_encodings",
+    "build_topk",
+    "build_trees",
+    "main",
+]
+
+Tensors = dict[str, npt.NDArray[Any] | np.generic]
 
 KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
 SM_SCALE = 0.14467962580268923  # Kimi K2: 192**-0.5 * (0.1 * ln 64 + 1)**2
@@ -65,8 +85,8 @@ CASES = (
 )
 
 
-def build(case: Case) -> dict[str, npt.NDArray[Any] | np.generic]:
-    """Make the tensors of one file.
+def build(case: Case) -> Tensors:
+    """Make the tensors of one file for verify_attention.
 
     Parameters
     ----------
@@ -131,15 +151,327 @@ def build(case: Case) -> dict[str, npt.NDArray[Any] | np.generic]:
     }
 
 
+def _put(where: Any, value: float) -> Callable[[npt.NDArray[np.float32], int], None]:
+    def put(row: npt.NDArray[np.float32], k: int) -> None:
+        row[where] = value
+
+    return put
+
+
+def _leave_few(row: npt.NDArray[np.float32], k: int) -> None:
+    keep = max(1, k - 3)
+    row[: len(row) // 2] = row[len(row) // 2 + keep :] = -np.inf
+
+
+def _shift(by: float) -> Callable[[npt.NDArray[np.float32], int], None]:
+    def shift(row: npt.NDArray[np.float32], k: int) -> None:
+        row += np.float32(by)
+
+    return shift
+
+
+def _signed_zeros(row: npt.NDArray[np.float32], k: int) -> None:
+    np.negative(np.abs(row), out=row)
+    row[1::5], row[3::5] = -0.0, 0.0
+
+
+def _sort(row: npt.NDArray[np.float32], k: int) -> None:
+    row.sort()
+
+
+def _round(row: npt.NDArray[np.float32], k: int) -> None:
+    np.rint(row, out=row)
+
+
+# What a row is changed to, in the order of the rows of most files. Two refused rows are never neighbours.
+SPECIAL_ROWS: dict[str, Callable[[npt.NDArray[np.float32], int], None]] = {
+    "all equal": _put(slice(None), -2.5),
+    "a NaN": _put(19, np.nan),
+    "the maximum three times": _put([5, 16, 20], 50.0),
+    "nothing but -inf": _put(slice(None), -np.inf),
+    "some -inf": _put(slice(None, None, 20), -np.inf),
+    "a +inf": _put(20, np.inf),
+    "few finite ones": _leave_few,
+    "large": _shift(1000.0),
+    "a NaN in front": _put(0, np.nan),
+    "very negative": _shift(-1000.0),
+    "one far above the others": _put(20, 200.0),
+    "zeros of both signs": _signed_zeros,
+    "rising": _sort,
+    "whole numbers": _round,
+}
+
+
+@dataclass(frozen=True)
+class TopkCase:
+    """One file for topk_logprobs: V, k, the dtype, B and L, the seed; what the first rows are changed to."""
+
+    vocabulary: int
+    k: int
+    dtype: str
+    batch: int
+    draft_positions: int
+    seed: int
+    special: tuple[str, ...] = ()  # names from SPECIAL_ROWS
+
+    @property
+    def name(self) -> str:
+        return f"topk_logprobs_v{self.vocabulary}_k{self.k}_{SHORT[self.dtype]}"
+
+
+EVERY = tuple(SPECIAL_ROWS)
+TOPK_CASES = (
+    TopkCase(4099, k=8, dtype="float32", batch=2, draft_positions=3, seed=11, special=("all equal", "rising")),
+    TopkCase(1031, k=64, dtype="bfloat16", batch=2, draft_positions=1, seed=12),
+    TopkCase(257, k=16, dtype="float16", batch=2, draft_positions=7, seed=13, special=EVERY),
+    TopkCase(300, k=1, dtype="float32", batch=2, draft_positions=7, seed=14, special=EVERY),
+    TopkCase(21, k=21, dtype="bfloat16", batch=2, draft_positions=7, seed=15, special=EVERY),
+)
+LOGIT_STD = 3.0
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+FLOATS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def build_topk(case: TopkCase) -> Tensors:
+    """Make the tensors of one file for topk_logprobs.
+
+    Parameters
+    ----------
+    case : TopkCase
+        What to make.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [13], ASCII; logits : `case.dtype` [B, L, V], in nats; k : int32; logprobs : float32
+        [B, L, k]; token_ids : int32 [B, L, k]; lse : float64 [B, L], the exact log-sum-exp, not finite where the row
+        is refused.
+    """
+    bits = np.random.PCG64(case.seed)
+    rows = _normal(bits, (case.batch * case.draft_positions, case.vocabulary)) * np.float32(LOGIT_STD)
+    for row, name in zip(rows, case.special, strict=False):
+        SPECIAL_ROWS[name](row, case.k)
+    logits = rows.reshape(case.batch, case.draft_positions, case.vocabulary).astype(FLOATS[case.dtype])
+    logprobs, token_ids, lse = oracle.topk_logprobs(logits, case.k)
+    return {
+        "operator": np.frombuffer(b"topk_logprobs", dtype=np.uint8),
+        "logits": logits,
+        "k": np.int32(case.k),
+        "logprobs": logprobs.astype(np.float32),
+        "token_ids": token_ids,
+        "lse": lse,
+    }
+
+
+@dataclass(frozen=True)
+class TreeCase:
+    """One file for build_tree: how its log-probs are drawn, L, K, the tree budget, B, the seed."""
+
+    kind: str
+    draft_positions: int
+    candidates: int
+    tree_budget: int
+    batch: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"build_tree_{self.kind}_l{self.draft_positions}_k{self.candidates}_b{self.tree_budget}"
+
+
+TREE_CASES = (
+    TreeCase("steep", draft_positions=8, candidates=8, tree_budget=16, batch=3, seed=21),
+    TreeCase("steep", draft_positions=3, candidates=3, tree_budget=64, batch=2, seed=22),  # 39 prefixes at most
+    TreeCase("steep", draft_positions=12, candidates=1, tree_budget=20, batch=2, seed=23),  # a chain
+    TreeCase("steep", draft_positions=4, candidates=4, tree_budget=0, batch=2, seed=24),  # the root alone
+    TreeCase("flat", draft_positions=1, candidates=40, tree_budget=40, batch=2, seed=25),  # a star
+    TreeCase("flat", draft_positions=15, candidates=64, tree_budget=64, batch=2, seed=26),
+    TreeCase("flat", draft_positions=16, candidates=32, tree_budget=255, batch=2, seed=27),
+    TreeCase("flat", draft_positions=12, candidates=20, tree_budget=1100, batch=1, seed=32),  # more than 32 * 32 nodes
+    TreeCase("bfloat16", draft_positions=4, candidates=8, tree_budget=31, batch=3, seed=28),
+    TreeCase("wide", draft_positions=5, candidates=6, tree_budget=100, batch=3, seed=29),
+    TreeCase("equal", draft_positions=3, candidates=5, tree_budget=100, batch=2, seed=30),
+    TreeCase("ended", draft_positions=5, candidates=6, tree_budget=32, batch=8, seed=31),
+)
+
+# Request, position, candidate, value: where a row of kind "ended" ends. What follows is a better candidate than all.
+ENDS = (
+    (0, 2, 3, -np.inf),
+    (1, 0, 2, np.nan),
+    (2, 1, 4, np.inf),
+    (3, 0, 0, -np.inf),  # the root alone
+    (4, 3, 0, np.nan),  # depth 3
+    (5, 0, 1, np.inf),
+    (5, 1, 1, -np.inf),
+    (5, 2, 1, np.nan),  # a chain to depth 3, then full rows
+    (6, 1, 0, np.inf),  # depth 1
+)
+
+
+def build_trees(case: TreeCase) -> Tensors:
+    """Make the tensors of one file for build_tree.
+
+    Parameters
+    ----------
+    case : TreeCase
+        What to make.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [10], ASCII; logprobs : float32 [B, L, K], in nats; token_ids : int32 [B, L, K]; root_tokens :
+        int32 [B]; tree_budget : int32; then the tree, as from `refs.trees.assemble`.
+    """
+    bits = np.random.PCG64(case.seed)
+    shape = (case.batch, case.draft_positions, case.candidates)
+    logprobs = _LOGPROBS[case.kind](bits, shape)
+    words = bits.random_raw(math.prod(shape)).reshape(shape)
+    # Distinct in a row: the order of random words, in steps that the offset does not reach.
+    order, offset = np.argsort(words, axis=2, kind="stable"), (words % np.uint64(997)).astype(np.int64)
+    token_ids = (997 * order + offset).astype(np.int32)
+    root_tokens = (bits.random_raw(case.batch) >> np.uint64(47)).astype(np.int32)
+    token_ids[0, 0, 0] = root_tokens[-1] = 0  # an ordinary token
+    return {
+        "operator": np.frombuffer(b"build_tree", dtype=np.uint8),
+        "logprobs": logprobs,
+        "token_ids": token_ids,
+        "root_tokens": root_tokens,
+        "tree_budget": np.int32(case.tree_budget),
+        **trees.draft_tree(logprobs, token_ids, root_tokens, case.tree_budget),
+    }
+
+
+def _steep(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """1 to 2 nats from one candidate to the next, in multiples of 2**-8."""
+    drops = 256 + (bits.random_raw(math.prod(shape)) >> np.uint64(56)).astype(np.int32).reshape(shape)
+    drops[:, :, 0] -= 192
+    return (-np.cumsum(drops, axis=2)).astype(np.float32) * np.float32(2**-8)
+
+
+def _flat(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """0 to 0.12 nats from one candidate to the next, in multiples of 2**-8."""
+    drops = (bits.random_raw(math.prod(shape)) >> np.uint64(59)).astype(np.int32).reshape(shape)
+    drops[:, :, 0] += 16
+    return (-np.cumsum(drops, axis=2)).astype(np.float32) * np.float32(2**-8)
+
+
+def _bfloat16(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Rounded to bfloat16, as a draft head has them: neighbours tie, and so do sums of different paths."""
+    return (_flat(bits, shape) * np.float32(0.75)).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _wide(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Up to 2 nats, up to 2**-36 at every other position: float64 rounds sums of both, so the order of adding shows."""
+    words = bits.random_raw(math.prod(shape)).reshape(shape)
+    values = (1 + (words >> np.uint64(41))).astype(np.float32) * np.float32(2**-22)
+    values[:, ::2] *= np.float32(2**-37)
+    return -np.sort(values, axis=2)
+
+
+def _equal(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Half a nat everywhere in the first request, 0 in the others: ranks alone decide."""
+    del bits
+    logprobs = np.zeros(shape, dtype=np.float32)
+    logprobs[0] = -0.5
+    return logprobs
+
+
+def _ended(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Like "steep", with rows that end early; a better candidate behind an end would show."""
+    logprobs = _steep(bits, shape)
+    for request, position, candidate, value in ENDS:
+        logprobs[request, position, candidate] = value
+        logprobs[request, position, candidate + 1 :] = -(2.0**-8)
+    return logprobs
+
+
+_LOGPROBS: dict[str, Callable[[np.random.PCG64, tuple[int, ...]], npt.NDArray[np.float32]]] = {
+    "steep": _steep,
+    "flat": _flat,
+    "bfloat16": _bfloat16,
+    "wide": _wide,
+    "equal": _equal,
+    "ended": _ended,
+}
+
+
+@dataclass(frozen=True)
+class EncodingCase:
+    """One file for tree_encodings: Q, the number of nodes of each best-first tree of the batch, the seed."""
+
+    num_nodes: int
+    tree_sizes: tuple[int, ...]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"tree_encodings_q{self.num_nodes}"
+
+
+ENCODING_CASES = (
+    # A Q for each width of SGLang's bit-packed mask, and one beyond; sizes around the borders of words.
+    EncodingCase(num_nodes=8, tree_sizes=(8, 7, 1), seed=41),
+    EncodingCase(num_nodes=16, tree_sizes=(9, 16), seed=42),
+    EncodingCase(num_nodes=32, tree_sizes=(31, 32, 17), seed=43),
+    EncodingCase(num_nodes=65, tree_sizes=(31, 32, 33, 65, 64), seed=44),
+)
+
+
+def build_encodings(case: EncodingCase) -> Tensors:
+    """Make the tensors of one file for tree_encodings.
+
+    Parameters
+    ----------
+    case : EncodingCase
+        What to make. Behind its best-first trees come a chain, a star, and a tree whose nodes hang on random earlier
+        ones, all of Q nodes.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [14], ASCII; cache_seqlens : int32 [B]; the trees, as from `refs.trees.assemble`; their forms,
+        as from `refs.trees.encodings`; each array of the trees in the two other orders, as from `refs.trees.relabel`,
+        behind ``breadth_first.`` and ``depth_first.``.
+    """
+    bits = np.random.PCG64(case.seed)
+    last = case.num_nodes - 1
+    found = [trees.best_first_tree(_flat(bits, (1, 8, 8))[0], size - 1)["parents"].tolist() for size in case.tree_sizes]
+    found.append([-1, *range(last)])
+    found.append([-1] + [0] * last)
+    found.append([-1, *(int(word % np.uint64(i + 1)) for i, word in enumerate(bits.random_raw(last)))])
+    tokens = [(bits.random_raw(len(parents)) >> np.uint64(47)).astype(np.int64).tolist() for parents in found]
+    scores = [[-0.25 * node for node in range(len(parents))] for parents in found]
+    tree = trees.assemble(found, tokens, scores, num_nodes=case.num_nodes, max_depth=last)
+    cache_seqlens = (bits.random_raw(len(found)) >> np.uint64(59)).astype(np.int32)
+    cache_seqlens[-1] = 0
+    return {
+        "operator": np.frombuffer(b"tree_encodings", dtype=np.uint8),
+        "cache_seqlens": cache_seqlens,
+        **tree,
+        **trees.encodings(tree["parents"], cache_seqlens, last),
+        **{
+            f"{order}.{name}": array
+            for order in ("breadth_first", "depth_first")
+            for name, array in trees.relabel(tree, order).items()
+        },
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files of all cases."""
-    parser = argparse.ArgumentParser(description="Generate the reference files of verify_attention.")
+    parser = argparse.ArgumentParser(description="Generate the reference files of all operators.")
     beside = Path(__file__).resolve().parent
     parser.add_argument("--out", type=Path, default=beside, metavar="DIR", help="folder; default: beside this script")
     folder: Path = parser.parse_args(arguments).out
     folder.mkdir(parents=True, exist_ok=True)
-    for case in track(CASES, description="Reference files"):
-        kdtr.write(folder / f"{case.name}.kdtr", build(case))
+    makers: list[tuple[str, Callable[[], Tensors]]] = [
+        *((case.name, partial(build, case)) for case in CASES),
+        *((case.name, partial(build_topk, case)) for case in TOPK_CASES),
+        *((case.name, partial(build_trees, case)) for case in TREE_CASES),
+        *((case.name, partial(build_encodings, case)) for case in ENCODING_CASES),
+    ]
+    for name, make in track(makers, description="Reference files"):
+        kdtr.write(folder / f"{name}.kdtr", make())
 
 
 def _normal(bits: np.random.PCG64, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

@@ -1,20 +1,21 @@
-"""Float64 oracle of verify_attention: the definition, written down once, in NumPy.
+"""Float64 oracles of verify_attention and topk_logprobs: each definition, written down once.
 
-It shares no line with the kernels and their mirrors, so that it cannot share a mistake with them: there are no tiles,
-no running maximum and no packing helpers. For each node the visible rows are picked out of the cache by their indices,
-and softmax runs over exactly these. A row that a node does not see is never loaded for it, so whatever it holds, NaN
-included, cannot reach that node's result.
+They share no line with the kernels and their mirrors, so that they cannot share a mistake with them. In attention there
+are no tiles, no running maximum and no packing helpers: for each node the visible rows are picked out of the cache by
+their indices, and softmax runs over exactly these. A row that a node does not see is never loaded for it, so whatever
+it holds, NaN included, cannot reach that node's result. The best tokens come from sorting all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["logit_statistics", "verify_attention"]
+__all__ = ["logit_statistics", "topk_logprobs", "verify_attention"]
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -144,6 +145,55 @@ def logit_statistics(
         "logit_max": float(np.abs(pooled).max()),
         "logit_magnitude": float(np.sqrt(means.mean())),
     }
+
+
+def topk_logprobs(logits: Array, k: int) -> tuple[Float64, npt.NDArray[np.int32], Float64]:
+    """Log-probabilities and ids of the k best tokens of each row, in float64.
+
+    Parameters
+    ----------
+    logits : float [.., V]
+        In nats. float16, bfloat16 (ml_dtypes), float32 or float64.
+    k : int
+        1 to V.
+
+    Returns
+    -------
+    logprobs : float64 [.., k]
+        ``logit - lse``, falling; -inf for a logit of -inf.
+    token_ids : int32 [.., k]
+        Of equal logits the lowest id comes first (0.0 and -0.0 are equal).
+    lse : float64 [..]
+        Log-sum-exp of the row. Where it is not finite (a NaN, a +inf, or nothing but -inf), all entries of logprobs
+        are -inf and all of token_ids -1.
+
+    Raises
+    ------
+    TypeError
+        logits has none of the dtypes above.
+    """
+    if logits.dtype.name not in _FLOATS:
+        raise TypeError(f"logits has dtype {logits.dtype}; it must be one of: {', '.join(_FLOATS)}")
+    rows = logits.shape[:-1]
+    logprobs = np.full((*rows, k), -np.inf)
+    token_ids = np.full((*rows, k), -1, dtype=np.int32)
+    lse = np.zeros(rows)
+    for row in np.ndindex(*rows):
+        values = logits[row].astype(np.float64).tolist()
+        lse[row] = _logsumexp(values)
+        if math.isfinite(lse[row]):
+            best = sorted((-value, token) for token, value in enumerate(values))[:k]
+            logprobs[row] = [-negative - lse[row] for negative, _ in best]
+            token_ids[row] = [token for _, token in best]
+    return logprobs, token_ids, lse
+
+
+def _logsumexp(values: list[float]) -> float:
+    if any(map(math.isnan, values)):
+        return math.nan  # max() would depend on where it stands
+    peak = max(values)
+    # The sum is exact but for one rounding, whatever the order.
+    return peak + math.log(math.fsum(math.exp(value - peak) for value in values)) if math.isfinite(peak) else peak
 
 
 def _visible(

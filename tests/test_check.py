@@ -10,8 +10,13 @@ import pytest
 from ddtree_numba import check, kdtr
 from ddtree_numba.__main__ import main
 from ddtree_numba.device.runtime import SIMULATOR
+from ddtree_numba.tree.draft_tree import DTYPES
+from refs import trees
 
 SMALL = check.REFERENCE_FOLDER / "verify_attn_h8_p1_b4.kdtr"
+TOPK = check.REFERENCE_FOLDER / "topk_logprobs_v300_k1_f32.kdtr"
+TREE = check.REFERENCE_FOLDER / "build_tree_steep_l8_k8_b16.kdtr"
+ENCODINGS = check.REFERENCE_FOLDER / "tree_encodings_q8.kdtr"
 QUICK = ["--budget", "0.1"]
 
 
@@ -22,18 +27,28 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def rewritten(tmp_path, **changes):
-    """The small reference file with some tensors replaced, or left out where None is given."""
-    tensors = {**kdtr.read(SMALL), **changes}
+def rewritten(tmp_path, source=SMALL, /, **changes):
+    """A small reference file with some tensors replaced, or left out where None is given."""
+    tensors = {**kdtr.read(source), **changes}
     path = tmp_path / f"{'_'.join(changes)}.kdtr"
     kdtr.write(path, {name: x for name, x in tensors.items() if x is not None})
     return path
 
 
-def test_a_reference_file_passes(capsys):
-    code, out, _ = run(capsys, "check", SMALL, *QUICK)
+@pytest.mark.parametrize(
+    ("path", "variant", "count"),
+    [(SMALL, "three_phase_numpy", 2), (TOPK, "threshold", 4), (TREE, "frontier_numpy", 4), (ENCODINGS, "kernels", 1)],
+    ids=lambda x: getattr(x, "stem", ""),
+)
+def test_a_reference_file_passes(capsys, path, variant, count):
+    code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 0
-    assert "verify_attn_h8_p1_b4" in out and "three_phase_numpy" in out and "2 passed, 0 failed" in out
+    assert path.stem in out and variant in out and f"{count} passed, 0 failed" in out
+
+
+def test_there_are_files_for_each_operator():
+    assert all(check.reference_files(operator) for operator in check.OPERATORS)
+    assert sum(len(check.reference_files(operator)) for operator in check.OPERATORS) == len(check.reference_files())
 
 
 def test_json_says_what_was_checked(capsys):
@@ -42,13 +57,52 @@ def test_json_says_what_was_checked(capsys):
     assert code == 0 and report["passed"]
     assert [row["variant"] for row in report["rows"]] == ["three_phase_numpy", "three_phase"]
     for row in report["rows"]:
-        assert row["passed"] and row["out"]["rel_frobenius_error"] <= row["out"]["rel_frobenius"]
-        assert row["lse"]["max_abs_error"] <= check.LSE_BOUND
+        out, lse = row["reports"]
+        assert (out["name"], lse["name"]) == ("out", "lse")
+        assert row["passed"] and out["rel_frobenius_error"] <= out["rel_frobenius"]
+        assert lse["max_abs_error"] <= lse["max_abs"] == check.LSE_BOUND
+
+
+def test_json_names_each_result(capsys):
+    code, out, _ = run(capsys, "check", TOPK, TREE, ENCODINGS, "--json", *QUICK)
+    rows = json.loads(out)["rows"]
+    assert code == 0 and len(rows) == 9
+    names = {row["operator"]: [report["name"] for report in row["reports"]] for row in rows}
+    assert names["topk_logprobs"] == ["logprobs", "token_ids"]
+    assert names["build_tree"] == list(DTYPES)
+    # Each form of the file, and the way back from it.
+    forms = set(kdtr.read(ENCODINGS)) - {"operator", "cache_seqlens"} - {"tokens", "scores", "num_nodes", "input_ids"}
+    forms = {name for name in forms if not name.endswith("max_depth")}
+    back = {"parents_from_mask", "parents_from_sglang", "parents_from_retrieve_indices"}
+    back |= {f"tree_mask_from_{form}" for form in ("full_mask", "qlen_only", "tensorrt", "bias", "bitpacked")}
+    assert set(names["tree_encodings"]) == forms | back
+    for row in rows:
+        for report in row["reports"]:
+            assert report["passed"] and report["num_elements"] > 0
+            bound = check.LOGPROB_BOUND if report["name"] == "logprobs" and row["operator"] == "topk_logprobs" else 0
+            assert report["max_abs_error"] <= bound
+
+
+def cells_of(out, path):
+    """The words of each of a file's lines in the table."""
+    return [line.split() for line in out.splitlines() if line.split()[:1] == [path.stem]]
+
+
+def test_the_table_says_what_was_compared(capsys):
+    _, out, _ = run(capsys, "check", SMALL, TOPK, TREE, *QUICK)
+    for cells in cells_of(out, SMALL):
+        assert cells[-4:-2][0] == "lse" and float(cells[-3]) <= check.LSE_BOUND
+    assert len(cells_of(out, TOPK)) == len(cells_of(out, TREE)) == 4
+    for cells in cells_of(out, TOPK):
+        error, bound = float(cells[-6]), float(cells[-4])
+        assert error <= bound == pytest.approx(check.LOGPROB_BOUND, rel=0.01) and cells[-3] == "exact"
+    for cells in cells_of(out, TREE):
+        assert cells[-6:-2] == ["0.0e+00", "-", "exact", "-"]
 
 
 @pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all blocks")
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 1e9])
-@pytest.mark.parametrize("path", check.reference_files(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", check.reference_files("verify_attention"), ids=lambda path: path.stem)
 def test_a_part_has_at_least_four_blocks_and_is_named(path, seconds):
     tensors = kdtr.read(path)
     arrays, checked = check._select(tensors, seconds)
@@ -83,6 +137,144 @@ def test_wrong_values_fail(capsys, tmp_path, name, spoil):
     assert "0 passed, 2 failed" in out and "FAIL" in out
 
 
+def first(x, value=None):
+    """A copy whose first element is another."""
+    x = np.array(x)
+    x.flat[0] = ~x.flat[0] if x.dtype == bool else x.flat[0] + 1 if value is None else value
+    return x
+
+
+def swapped(x):
+    """A copy whose requests are in another order."""
+    return np.ascontiguousarray(x[::-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("logprobs", lambda x: x * np.float32(1 + 4e-6)),
+        ("logprobs", lambda x: first(x, np.nan)),
+        ("logprobs", lambda x: first(x, -np.inf)),
+        ("logprobs", lambda x: np.where(np.isneginf(x), np.float32(-1e30), x)),
+        ("token_ids", first),
+        ("token_ids", swapped),
+        ("token_ids", lambda x: np.where(x == -1, 0, x).astype(np.int32)),
+        ("token_ids", lambda x: x.astype(np.int64)),
+        ("logits", swapped),
+    ],
+)
+def test_wrong_logprobs_and_ids_fail(capsys, tmp_path, name, spoil):
+    path = rewritten(tmp_path, TOPK, **{name: spoil(kdtr.read(TOPK)[name])})
+    code, out, _ = run(capsys, "check", path, *QUICK)
+    assert code == 1
+    assert "0 passed, 4 failed" in out and "FAIL" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        *((name, lambda x: first(x, 2)) for name in DTYPES),
+        ("scores", lambda x: np.nextafter(x, np.inf)),
+        ("scores", lambda x: x.astype(np.float32)),
+        ("tokens", swapped),
+        ("logprobs", lambda x: x * np.float32(1.5)),
+        ("logprobs", lambda x: np.full_like(x, np.nan)),
+        ("token_ids", swapped),
+        ("root_tokens", lambda x: x + np.int32(1)),
+    ],
+)
+def test_wrong_trees_fail(capsys, tmp_path, name, spoil):
+    path = rewritten(tmp_path, TREE, **{name: spoil(kdtr.read(TREE)[name])})
+    code, out, _ = run(capsys, "check", path, *QUICK)
+    assert code == 1
+    assert "0 passed, 4 failed" in out and "FAIL" in out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("first_child", "next_sibling", "depths", "tree_mask", "bitpacked_mask", "cache_seqlens"),
+        *check.ENGINE_FORMS,
+        *(f"{order}.{name}" for order in ("depth_first", "breadth_first") for name in (*DTYPES, "permutation")),
+    ],
+)
+def test_wrong_encodings_fail(tmp_path, name):
+    path = rewritten(tmp_path, ENCODINGS, **{name: first(kdtr.read(ENCODINGS)[name])})
+    (row,) = check.check_file(path, 0.0)
+    assert not row.passed
+    if name != "cache_seqlens":  # its tensors do not fit each other: nothing is compared
+        failed = {report.name for report in row.reports if not report.passed}
+        assert name in failed or not row.reports
+
+
+@pytest.mark.parametrize("operator", ["topk_logprobs", "build_tree"])
+def test_what_is_never_written_fails(monkeypatch, operator):
+    path = {"topk_logprobs": TOPK, "build_tree": TREE}[operator]
+    assert all(row.passed for row in check.check_file(path, 0.0))
+    monkeypatch.setattr(check, operator, lambda *args, **kwargs: None)
+    for row in check.check_file(path, 0.0):
+        assert not row.passed and not any(row.reports)
+
+
+def test_encodings_that_are_never_written_fail(monkeypatch):
+    for name in ("links_from_parents", "full_mask", "dense_bias", "relabel", "tree_mask_from_bitpacked"):
+        with monkeypatch.context() as patch:
+            patch.setattr(check.encodings, name, lambda *args, **kwargs: None)
+            (row,) = check.check_file(ENCODINGS, 0.0)
+        assert not row.passed and any(row.reports)
+
+
+@pytest.mark.parametrize("path", check.reference_files("build_tree"), ids=lambda path: path.stem)
+def test_the_first_nodes_are_the_tree_of_a_smaller_budget(path):
+    tensors = kdtr.read(path)
+    total = tensors["tokens"].shape[1]
+    for nodes in {1, 2, 5, 31, 32, 33, total} & set(range(1, total + 1)):
+        arguments = (tensors[name] for name in ("logprobs", "token_ids", "root_tokens"))
+        expected = trees.draft_tree(*arguments, nodes - 1)
+        found = check._first_nodes(tensors, nodes)
+        assert set(found) == set(DTYPES)
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, expected[name], err_msg=name, strict=True)
+
+
+@pytest.mark.parametrize("path", check.reference_files("tree_encodings"), ids=lambda path: path.stem)
+def test_the_first_requests_are_a_smaller_batch(path):
+    tensors = kdtr.read(path)
+    for requests in range(1, len(tensors["parents"]) + 1):
+        found = check._first_requests(tensors, requests)
+        tree = {name: found[name] for name in DTYPES} | {"max_depth": tensors["max_depth"]}
+        lengths = found["cache_seqlens"]
+        expected = trees.encodings(tree["parents"], lengths, int(tensors["max_depth"]))
+        for order in ("depth_first", "breadth_first"):
+            expected |= {f"{order}.{name}": array for name, array in trees.relabel(tree, order).items()}
+        for name, array in expected.items():
+            if not name.endswith("max_depth"):
+                np.testing.assert_array_equal(found[name], array, err_msg=name, strict=True)
+
+
+@pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all")
+@pytest.mark.parametrize(
+    ("path", "seconds", "checked"),
+    [
+        (TOPK, 0.0, "4 of 14 rows: request 0, positions 0-3"),
+        (TOPK, 3.0, "7 of 14 rows: request 0, positions 0-6"),
+        (TREE, 0.0, "12 of 51 nodes: nodes 0-3 of all requests"),
+        (ENCODINGS, 0.0, "1 of 6 trees: request 0"),
+        (ENCODINGS, 0.03, "2 of 6 trees: requests 0-1"),
+    ],
+)
+def test_a_part_is_named(path, seconds, checked):
+    total = checked.split(":")[0].split(" of ")[1]
+    for row in check.check_file(path, seconds):
+        assert row.passed and row.checked == (f"all {total}" if row.variant.endswith("_numpy") else checked)
+
+
+@pytest.mark.parametrize("path", [TREE, ENCODINGS], ids=lambda path: path.stem)
+def test_without_a_budget_all_is_checked(path):
+    for row in check.check_file(path, None):
+        assert row.passed and row.checked.startswith("all ")
+
+
 def test_files_that_cannot_be_used_fail_and_say_why(capsys, tmp_path):
     damaged = tmp_path / "damaged.kdtr"
     damaged.write_bytes(SMALL.read_bytes()[:-64])
@@ -93,11 +285,14 @@ def test_files_that_cannot_be_used_fail_and_say_why(capsys, tmp_path):
         (rewritten(tmp_path, operator=None), "tensor 'operator' says ''"),
         (rewritten(tmp_path, operator=np.frombuffer(b"fly", np.uint8), q=None), "tensor 'operator' says 'fly'"),
         (rewritten(tmp_path, q=None, lse=None), "tensors are missing: q, lse"),
+        (rewritten(tmp_path, TOPK, k=None, token_ids=None), "tensors are missing: k, token_ids"),
+        (rewritten(tmp_path, TREE, scores=None), "tensors are missing: scores"),
+        (rewritten(tmp_path, ENCODINGS, full_mask=None), "tensors are missing: full_mask"),
     ):
-        code, out, _ = run(capsys, "check", path, SMALL, *QUICK)
+        code, out, _ = run(capsys, "check", path, TREE, *QUICK)
         assert code == 1
         assert reason in " ".join(out.split()), reason
-        assert "2 passed" in out, "the good file beside it still counts"
+        assert "4 passed, 1 failed" in out, "the good file beside it still counts"
 
 
 def test_no_files_is_wrong_usage(capsys, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The reference files and what makes them: regeneration, the float64 oracle, the best-first builder.
+"""The reference files and what makes them: regeneration, the float64 oracles, the best-first builder.
 
 Everything else is held against these, so they are held against less: hand-computed numbers, scalar loops over Python
 floats, and enumeration of all trees of a small problem.
@@ -21,13 +21,25 @@ from ddtree_numba import kdtr
 from refs import make_refs, oracle, trees
 
 REFS = Path(make_refs.__file__).parent
-RESULTS = ("out", "lse")
 STATISTICS = ("logit_std", "logit_max", "logit_magnitude")
+# What a mathematical library may change: results by a last bit, float64 figures by a few. All else is the same bytes.
+RESULTS = {"verify_attention": ("out", "lse"), "topk_logprobs": ("logprobs",)}
+FIGURES = {"verify_attention": STATISTICS, "topk_logprobs": ("lse",)}
 ARGUMENTS = ("q", "kv_cache", "cache_seqlens", "tree_mask", "sm_scale", "kv_lora_rank", "block_table")
-each_case = pytest.mark.parametrize("case", make_refs.CASES, ids=lambda case: case.name)
+ALL_CASES = (*make_refs.CASES, *make_refs.TOPK_CASES, *make_refs.TREE_CASES, *make_refs.ENCODING_CASES)
 
 
-def stored(case: make_refs.Case) -> dict[str, Any]:
+def each(cases: Any) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+each_case = each(make_refs.CASES)
+each_topk_case = each(make_refs.TOPK_CASES)
+each_tree_case = each(make_refs.TREE_CASES)
+each_encoding_case = each(make_refs.ENCODING_CASES)
+
+
+def stored(case: Any) -> dict[str, Any]:
     return kdtr.read(REFS / f"{case.name}.kdtr")
 
 
@@ -42,10 +54,12 @@ def regenerated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_are_those_of_the_table(regenerated: Path) -> None:
-    names = sorted(f"{case.name}.kdtr" for case in make_refs.CASES)
+    names = sorted(f"{case.name}.kdtr" for case in ALL_CASES)
+    assert len(set(names)) == len(names)
     assert sorted(path.name for path in REFS.glob("*.kdtr")) == names
     assert sorted(path.name for path in regenerated.iterdir()) == names
-    assert sum(path.stat().st_size for path in REFS.glob("*.kdtr")) <= 24e6
+    assert sum(path.stat().st_size for path in REFS.glob("verify_attn_*.kdtr")) <= 24e6
+    assert sum(path.stat().st_size for path in REFS.glob("[bt]*.kdtr")) <= 2e6
 
 
 def test_generator_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
@@ -53,15 +67,16 @@ def test_generator_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
     assert "--out" in subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
 
-@each_case
-def test_regeneration(case: make_refs.Case, regenerated: Path) -> None:
+@each(ALL_CASES)
+def test_regeneration(case: Any, regenerated: Path) -> None:
     old, new = stored(case), kdtr.read(regenerated / f"{case.name}.kdtr")
     assert list(old) == list(new)
+    operator = old["operator"].tobytes().decode()
     for name in old:
         assert (old[name].dtype, old[name].shape) == (new[name].dtype, new[name].shape), name
-        if name in STATISTICS:
+        if name in FIGURES.get(operator, ()):
             np.testing.assert_allclose(new[name], old[name], rtol=1e-12, err_msg=name)
-        elif name in RESULTS:
+        elif name in RESULTS.get(operator, ()):
             same_infinities = np.isinf(old[name]) == np.isinf(new[name])
             assert same_infinities.all() and not np.isnan(new[name]).any(), name
             finite = np.isfinite(old[name])
@@ -167,6 +182,177 @@ def test_some_nodes_see_nothing_and_some_only_the_prefix() -> None:
     assert empty and prefix_only
 
 
+# Files of topk_logprobs
+
+
+@each_topk_case
+def test_layout_of_topk_files(case: make_refs.TopkCase) -> None:
+    t = stored(case)
+    rows = (case.batch, case.draft_positions)
+    assert t["operator"].tobytes() == b"topk_logprobs"
+    assert (t["logits"].dtype.name, t["logits"].shape) == (case.dtype, (*rows, case.vocabulary))
+    assert (t["k"].dtype, t["k"].shape, int(t["k"])) == (np.int32, (), case.k)
+    assert (t["logprobs"].dtype, t["logprobs"].shape) == (np.float32, (*rows, case.k))
+    assert (t["token_ids"].dtype, t["token_ids"].shape) == (np.int32, (*rows, case.k))
+    assert (t["lse"].dtype, t["lse"].shape) == (np.float64, rows)
+
+
+@each_topk_case
+def test_topk_files_hold_the_best_tokens_in_order(case: make_refs.TopkCase) -> None:
+    t = stored(case)
+    for row in np.ndindex(*t["lse"].shape):
+        logits, ids, logprobs = t["logits"][row].astype(np.float64), t["token_ids"][row], t["logprobs"][row]
+        if not np.isfinite(t["lse"][row]):
+            assert np.isnan(logits).any() or logits.max() in (np.inf, -np.inf)
+            assert (ids == -1).all() and (logprobs == -np.inf).all()
+            continue
+        assert len(set(ids.tolist())) == case.k
+        for (x, i), (y, j) in itertools.pairwise(zip(logits[ids], ids, strict=True)):
+            assert x > y or (x == y and i < j)
+        left = np.delete(logits, ids)
+        last = logits[ids[-1]]
+        assert (left <= last).all() and (np.setdiff1d(np.flatnonzero(logits == last), ids) > ids[-1]).all()
+        with np.errstate(over="raise"):
+            assert math.isclose(np.exp(logits - t["lse"][row]).sum(), 1, rel_tol=1e-12)
+        assert (logprobs == (logits[ids] - t["lse"][row]).astype(np.float32)).all()
+
+
+def test_topk_files_hold_each_difficulty() -> None:
+    special = [case for case in make_refs.TOPK_CASES if case.special == make_refs.EVERY]
+    assert {case.dtype for case in make_refs.TOPK_CASES} == {"float32", "float16", "bfloat16"}
+    assert {case.k for case in special} >= {1} and any(case.k == case.vocabulary for case in special)
+    assert max(case.vocabulary for case in make_refs.TOPK_CASES) > 4096
+    for case in special:
+        t = stored(case)
+        logits = t["logits"].astype(np.float64).reshape(-1, case.vocabulary)
+        lse = t["lse"].ravel()
+        named = dict(zip(make_refs.SPECIAL_ROWS, range(len(logits)), strict=True))
+        refused = ~np.isfinite(lse)
+        wanted = {"a NaN", "nothing but -inf", "a +inf", "a NaN in front"}
+        assert {name for name, row in named.items() if refused[row]} == wanted
+        assert not (refused[1:] & refused[:-1]).any(), "a row's failure could hide behind its neighbour's"
+        assert len(set(logits[named["all equal"]])) == 1
+        assert (logits[named["the maximum three times"]] == 50).sum() == 3
+        assert 1 <= np.isneginf(logits[named["some -inf"]]).sum() < case.vocabulary / 8
+        assert 1 <= np.isfinite(logits[named["few finite ones"]]).sum() <= max(1, case.k - 3)
+        assert lse[named["large"]] > 1000 and lse[named["very negative"]] < -980
+        assert np.exp(logits[named["one far above the others"]] - 200).sum() == 1
+        zeros = logits[named["zeros of both signs"]]
+        assert zeros.max() == 0 and len(set(np.signbit(zeros[zeros == 0]))) == 2
+        assert np.signbit(zeros[zeros == 0])[0]
+        assert (np.diff(logits[named["rising"]]) >= 0).all() and logits[named["rising"]].std() > 2
+        assert len(set(logits[named["whole numbers"]])) < 25
+    ties = stored(make_refs.TOPK_CASES[1])  # bfloat16 rounds different logits to the same value
+    chosen = np.take_along_axis(ties["logits"].astype(np.float64), ties["token_ids"], axis=2)
+    assert (np.diff(chosen, axis=2) == 0).sum() > 20
+
+
+# Files of build_tree and tree_encodings
+
+TREE_ARRAYS = {
+    "tokens": "int32",
+    "parents": "int32",
+    "depths": "int32",
+    "scores": "float64",
+    "num_nodes": "int32",
+    "tree_mask": "uint32",
+    "first_child": "int32",
+    "next_sibling": "int32",
+    "input_ids": "int32",
+    "max_depth": "int32",
+}
+
+
+def check_tree_layout(t: dict[str, Any], prefix: str, batch: int, num_nodes: int) -> None:
+    shapes = {
+        "num_nodes": (batch,),
+        "tree_mask": (batch, num_nodes, -(-num_nodes // 32)),
+        "max_depth": (),
+    }
+    for name, dtype in TREE_ARRAYS.items():
+        array = t[prefix + name]
+        assert (array.dtype.name, array.shape) == (dtype, shapes.get(name, (batch, num_nodes))), name
+
+
+@each_tree_case
+def test_layout_of_tree_files(case: make_refs.TreeCase) -> None:
+    t = stored(case)
+    rows = (case.batch, case.draft_positions, case.candidates)
+    assert t["operator"].tobytes() == b"build_tree"
+    assert (t["logprobs"].dtype, t["logprobs"].shape) == (np.float32, rows)
+    assert (t["token_ids"].dtype, t["token_ids"].shape) == (np.int32, rows)
+    assert (t["root_tokens"].dtype, t["root_tokens"].shape) == (np.int32, (case.batch,))
+    assert (t["tree_budget"].dtype, t["tree_budget"].shape) == (np.int32, ())
+    assert int(t["tree_budget"]) == case.tree_budget
+    check_tree_layout(t, "", case.batch, case.tree_budget + 1)
+    assert int(t["max_depth"]) == min(case.draft_positions, case.tree_budget) >= t["depths"].max()
+    # What a drafter gives: falling rows up to their end. Each token of a row is another.
+    live = np.logical_and.accumulate(np.isfinite(t["logprobs"]), axis=2)
+    falling = np.where(live, t["logprobs"], -np.inf)
+    assert (falling <= 0).all() and (falling[..., 1:] <= falling[..., :-1]).all()
+    assert live.all() == (case.kind != "ended")
+    assert (np.diff(np.sort(t["token_ids"], axis=2), axis=2) > 0).all() and (t["token_ids"] >= 0).all()
+    # Different requests, so that a mix-up shows; token 0 among the nodes.
+    assert len({t["scores"][b].tobytes() for b in range(case.batch)}) == (case.batch if case.tree_budget else 1)
+    assert (t["tokens"][t["parents"] >= 0] == 0).any() or case.tree_budget == 0
+    assert t["root_tokens"][-1] == 0
+
+
+def test_tree_files_hold_each_difficulty() -> None:
+    files = {case.name.removeprefix("build_tree_"): stored(case) for case in make_refs.TREE_CASES}
+    sizes = {name: t["num_nodes"].tolist() for name, t in files.items()}
+    assert sizes["steep_l3_k3_b64"] == [40, 40], "fewer prefixes than the budget"
+    assert sizes["steep_l12_k1_b20"] == [13, 13] and sizes["steep_l4_k4_b0"] == [1, 1]
+    assert (files["flat_l1_k40_b40"]["depths"][:, 1:] == 1).all() and sizes["flat_l1_k40_b40"] == [41, 41]
+    assert sizes["ended_l5_k6_b32"] == [33, 33, 33, 1, 33, 33, 7, 33]
+    ends = files["ended_l5_k6_b32"]["logprobs"]
+    assert np.isnan(ends).any() and np.isposinf(ends).any() and np.isneginf(ends).any()
+    assert sizes["flat_l16_k32_b255"] == [256, 256] and sizes["flat_l12_k20_b1100"] == [1101]
+    assert any(t["depths"].max() >= 6 and t["num_nodes"].max() > 65 for t in files.values())
+
+    # Ties decide: between neighbours in a row, and between paths of different depths.
+    for name in ("bfloat16_l4_k8_b31", "equal_l3_k5_b100", "flat_l15_k64_b64", "flat_l16_k32_b255"):
+        scores, depths = files[name]["scores"], files[name]["depths"]
+        tied = scores[:, 1:] == scores[:, :-1]
+        assert tied[np.isfinite(scores[:, 1:])].sum() >= 5, name
+        assert (tied & (depths[:, 1:] != depths[:, :-1])).any(), name
+    rounded = files["bfloat16_l4_k8_b31"]["logprobs"]
+    assert (rounded.astype(ml_dtypes.bfloat16).astype(np.float32) == rounded).all()
+
+    # A sum along the path is not always the score: here the order of the additions shows.
+    t = files["wide_l5_k6_b100"]
+    differing = 0
+    for b, values in enumerate(t["logprobs"].astype(np.float64)):
+        found = trees.best_first_tree(t["logprobs"][b], int(t["tree_budget"]))
+        for ranks, score in zip(found["ranks"], found["scores"], strict=True):
+            differing += score != sum(values[d, r] for d, r in enumerate(ranks))
+    assert differing >= 10
+
+
+@each_encoding_case
+def test_layout_of_encoding_files(case: make_refs.EncodingCase) -> None:
+    t = stored(case)
+    batch, num_nodes = len(case.tree_sizes) + 3, case.num_nodes
+    assert t["operator"].tobytes() == b"tree_encodings"
+    for prefix in ("", "breadth_first.", "depth_first."):
+        check_tree_layout(t, prefix, batch, num_nodes)
+        assert t[prefix + "num_nodes"].tolist() == [*case.tree_sizes, *[num_nodes] * 3]
+    lengths = t["cache_seqlens"]
+    assert lengths.dtype == np.int32 and lengths[-1] == 0 and lengths.max() > 0
+    assert t["full_mask"].shape == (num_nodes * (int(lengths.sum()) + batch * num_nodes),)
+    assert t["retrieve_indices"].shape == (batch, num_nodes - 1, num_nodes)
+    assert ("bitpacked_mask" in t) == (num_nodes <= 32)
+    for order in ("breadth_first", "depth_first"):
+        assert (t[f"{order}.parents"] != t["parents"]).any(), "the order of the file is another"
+
+
+def test_encoding_files_have_trees_around_the_borders_of_words() -> None:
+    sizes = {size for case in make_refs.ENCODING_CASES for size in (*case.tree_sizes, case.num_nodes)}
+    assert sizes >= {1, 31, 32, 33, 64, 65}
+    words = {stored(case)["bitpacked_mask"].dtype.name for case in make_refs.ENCODING_CASES if case.num_nodes <= 32}
+    assert words == {"uint8", "uint16", "uint32"}
+
+
 # Best-first trees
 
 
@@ -189,7 +375,7 @@ def test_best_first_is_the_head_of_all_prefixes_in_order(seed: int) -> None:
     drops = rng.integers(0, 1 + seed % 4, size=(num_positions, num_candidates))
     logprobs = (-np.cumsum(drops, axis=1) / 4).astype(np.float32)
     if seed % 3 == 0:
-        logprobs[-1, -1] = (-np.inf, np.nan)[seed % 2]
+        logprobs[-1, -1] = (-np.inf, np.nan, np.inf)[seed // 3 % 3]
     ordered = all_prefixes(logprobs)
     for tree_budget in (0, 1, 2, 3, 5, 8, 13, 1000):
         tree = trees.best_first_tree(logprobs, tree_budget)
@@ -241,8 +427,8 @@ def test_scores_follow_the_recurrence_to_the_last_bit(a: float, b: float, c: flo
     assert tree["scores"][tree["ranks"].index((0, 1))] == a + b - b + c
 
 
-@pytest.mark.parametrize("end", [np.nan, -np.inf])
-def test_nan_and_minus_inf_end_their_row(end: float) -> None:
+@pytest.mark.parametrize("end", [np.nan, -np.inf, np.inf])
+def test_what_is_not_finite_ends_its_row(end: float) -> None:
     logprobs = np.array([[-0.5, -1, end, -1.5], [end, -1, -2, -3]], dtype=np.float32)
     assert trees.best_first_tree(logprobs, 10)["ranks"] == [(), (0,), (1,)]
     assert trees.best_first_tree(logprobs[1:], 10)["ranks"] == [()]

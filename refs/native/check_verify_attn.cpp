@@ -1,7 +1,7 @@
 // Holds a verify_attn against reference files, without Python. From the root of the repository:
 //
 //     g++ -std=c++17 -O2 -I ddtree_numba/include refs/native/*.cpp -o check_verify_attn
-//     ./check_verify_attn refs/*.kdtr
+//     ./check_verify_attn refs/verify_attn_*.kdtr
 //
 // One line a file: its name, the largest absolute error of out, the relative Frobenius error of out, the largest error
 // of lse relative to max(1, |lse|), "ok" or what is wrong. The exit code is 0 if all files pass, 1 if one fails or
