@@ -328,7 +328,7 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
             return cupy.empty(shape, dtype)
     if like.kind == "numba":
         with nullcontext() if like.device == HOST else cuda.gpus[like.device]:
-            return cuda.device_array(shape, kernel_dtype(dtype))
+            return cuda.device_array(shape, np.uint16 if dtype == BFLOAT16 else dtype)
     return np.empty(shape, dtype)
 
 

@@ -215,17 +215,21 @@ def make_kernel(slots_per_lane: int, row_bytes: int) -> Any:
 
         # Phase 0: the rows, and the likeliest first token into slot 0
         stage(logprobs, b, columns, rows, node_score, slot_score, node_info)
-        if warp_max(np.uint32(lane // np.uint32(LANES))) == ZERO:
+        warp = np.uint32(lane // np.uint32(LANES))  # gpu: the others wait at the end of the search
+        if warp_max(warp) == ZERO:  # gpu: a reduction tells the compiler that no lane is left out
+            slot_upper = slot_upper[
+                warp:
+            ]  # gpu: from 0, which it does not know, and so keeps the address in a register
             s = lane
             while s < np.uint32(slots):
                 slot_upper[s] = NO_ENTRY
                 s = np.uint32(s + np.uint32(LANES))
             my_word = min(lane, np.uint32(words - 1))  # gpu: lane w keeps words w, the lanes behind do as the last
-            my_words = np.uint32(my_word * np.uint32(slots))
+            my_ranks = slot_ranks[np.uint32(my_word * np.uint32(slots)) :]
             my_first_depth = np.uint32(my_word * np.uint32(FIELDS) + 1)
             slot_score[0] = np.float64(rows[0])
             slot_info[0] = pack(0, 0, 1, 0)
-            slot_ranks[my_words] = one_at(1) * np.int64(my_word == ZERO)
+            my_ranks[0] = one_at(1) * np.int64(my_word == ZERO)
             upper = upper_half(np.float64(rows[0])) if lane == ZERO else NO_ENTRY
             code = ONE if upper > NO_ENTRY else ZERO
             warp_sync()
@@ -244,7 +248,7 @@ def make_kernel(slots_per_lane: int, row_bytes: int) -> Any:
                 slot = np.uint32(best - ONE)
                 info = slot_info[slot]
                 score = slot_score[slot]
-                word = slot_ranks[np.uint32(my_words + slot)]
+                word = my_ranks[slot]
                 group = np.uint32(slot >> group_bits)
                 s = np.uint32(np.uint32(group << group_bits) + lane)
                 other_upper = slot_upper[s]
@@ -284,11 +288,11 @@ def make_kernel(slots_per_lane: int, row_bytes: int) -> Any:
                 slot_score[slot] = sibling
                 slot_upper[slot] = sibling_upper
                 slot_info[slot] = pack(parent, n, depth, np.uint32(at + ONE))
-                slot_ranks[np.uint32(my_words + slot)] = word + one_in(my_first_depth, depth)
+                my_ranks[slot] = word + one_in(my_first_depth, depth)
                 slot_score[n] = child
                 slot_upper[n] = child_upper
                 slot_info[n] = pack(n, 0, np.uint32(depth + ONE), below)
-                slot_ranks[np.uint32(my_words + n)] = word + one_in(my_first_depth, np.uint32(depth + ONE))
+                my_ranks[n] = word + one_in(my_first_depth, np.uint32(depth + ONE))
                 warp_sync()  # gpu: ties are decided by what was stored
 
                 # gpu: the lanes of the two groups take over what is better

@@ -114,10 +114,7 @@ def _result(name: str, given: Any, like: View, dtype: np.dtype[Any], axes: str, 
     The view is said to be of the kind of ``like`` too, because the kind decides the stream.
     """
     if given is None:
-        # arrays.empty gives Numba's arrays the kernels' dtypes, and these see a bool as a byte.
         given = arrays.empty(like, shape, dtype)
-        if dtype == BOOL and like.kind == "numba":
-            given = given.view(np.bool_)
     found = arrays.view(name, given)
     arrays.require_dtype(found, *((dtype, np.uint16) if dtype == BFLOAT16 else (dtype,)))
     arrays.require_shape(found, axes, *shape)

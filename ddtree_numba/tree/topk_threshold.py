@@ -153,6 +153,13 @@ def kth_item(row, like, k, threshold, largest, counter):
     low = np.uint64(0xFFFFFFFF) & ~((np.uint64(1) << np.uint64(id_bits)) - np.uint64(1))  # bits that all items have
     item = low
     bit = 63
+    nothing = np.uint64(ordered(NEG_INF))
+    if (
+        np.uint64(threshold) <= nothing
+        and count_from(row, like, (nothing + np.uint64(1)) << np.uint64(32), counter) < k
+    ):
+        item = low | (nothing << np.uint64(32))  # fewer than k are above -inf, as where a vocabulary is masked
+        bit = id_bits - 1
     while bit >= 0:
         if bit >= 32 or bit < id_bits:
             trial = item | (np.uint64(1) << np.uint64(bit))

@@ -4,6 +4,8 @@ tree_verify: a draft tree, what each node sees, and the phases of the block that
 dark version, as SVG and PNG. The tree comes from the best-first rule of `refs.trees`, the mask from
 `ddtree_numba.mask_from_parents`, the accepted path from walking the target's choices; the scores are made up, and the
 softmax is theirs.
+
+draft_tree: what `DraftTree.plot` draws, of a tree that `ddtree_numba.build_tree` made of the same distributions.
 """
 
 from __future__ import annotations
@@ -239,8 +241,22 @@ def draw(data: Data, theme: Theme) -> plt.Figure:
     return figure
 
 
+def draw_built(theme: Theme) -> plt.Figure:
+    """A tree of the same candidates, built and drawn by the package."""
+    logprobs = np.log(np.array([PROBABILITIES], np.float32))
+    words = [word for pair in CANDIDATES for word in pair] + [ROOT]
+    token_ids = np.arange(logprobs.size, dtype=np.int32).reshape(logprobs.shape)
+    root = np.array([len(words) - 1], np.int32)
+    tree = dd.build_tree(logprobs, token_ids, root, 13, variant="heap_numpy")
+    accepted = [0]
+    for target in TARGET:
+        children = [i for i in np.flatnonzero(tree.parents[0] == accepted[-1]) if words[tree.tokens[0, i]] == target]
+        accepted += children[:1]
+    return tree.plot(decode=words.__getitem__, accepted=accepted, theme=theme.name).figure
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Write the four files."""
+    """Write all files."""
     parser = argparse.ArgumentParser(description="Draw the figures of the documentation.")
     beside = Path(__file__).resolve().parent
     parser.add_argument("--out", type=Path, default=beside, metavar="DIR", help="folder; default: beside this script")
@@ -249,11 +265,10 @@ def main(arguments: list[str] | None = None) -> None:
     data = make_data()
     with matplotlib.rc_context({"svg.hashsalt": "ddtree_numba", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
         for theme in THEMES:
-            figure = draw(data, theme)
-            name = f"tree_verify_{theme.name}"
-            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-            figure.savefig(folder / f"{name}.png", dpi=200, metadata={"Software": None})
-            plt.close(figure)
+            for name, figure in (("tree_verify", draw(data, theme)), ("draft_tree", draw_built(theme))):
+                figure.savefig(folder / f"{name}_{theme.name}.svg", metadata={"Date": None})
+                figure.savefig(folder / f"{name}_{theme.name}.png", dpi=200, metadata={"Software": None})
+                plt.close(figure)
 
 
 if __name__ == "__main__":
