@@ -1,19 +1,24 @@
 """Registers, shared memory and spills of every kernel on every architecture, compiled offline: no GPU, no driver.
 
 Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills registers, uses local memory, or holds a
-double-precision instruction (attention is float32 throughout; a stray Python literal would be float64). Needs the
-toolkit wheels of the extra ``compile``.
+double-precision instruction that does not belong there: attention and top-k are float32 throughout, and a stray Python
+literal would be float64; the scores of the tree builders are float64 by contract. Needs the toolkit wheels of the extra
+``compile``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from itertools import chain
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
 
 os.environ["NUMBA_ENABLE_CUDASIM"] = "0"  # compiling is for real, whether or not there is a GPU
 
@@ -27,18 +32,38 @@ from rich.table import Table
 
 from ddtree_numba.attention import three_phase
 from ddtree_numba.attention.problem import make_problem
-from ddtree_numba.device import launch
+from ddtree_numba.device import arrays, launch
+from ddtree_numba.tree import build_frontier, build_heap, draft_tree, search, topk_rounds, topk_threshold
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
-def kernels() -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[int, int], int]]:
-    """Every kernel: name, dispatcher, argument types, launch bounds, dynamic shared memory at a prefix of 2,048.
+TITLE = "shared: dynamic bytes a block; attention: prefix 2,048, 17 nodes; heap and frontier: L,K,budget"
 
-    Layouts and dtypes combine freely, and each combination compiles anew: all in one dtype and in C order stand first,
-    then the one that is farthest from it, bool mask, all strides free, three dtypes.
+
+class Kernel(NamedTuple):
+    """What to compile, and what it may hold."""
+
+    name: str
+    dispatcher: Any
+    signature: tuple[Any, ...]
+    bounds: tuple[int, int]  # launch bounds: threads a block, blocks a multiprocessor
+    shared: int  # dynamic shared memory of a block in bytes, at the sizes that TITLE says
+    float64: bool = False  # whether double precision belongs there
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every kernel. Layouts and dtypes combine freely, and each combination compiles anew.
+
+    So of each variant, all in one dtype and in C order stand first, then the one that is farthest from it: all strides
+    free, dtypes mixed.
     """
+    return chain(attention_kernels(), topk_kernels(), build_kernels())
+
+
+def attention_kernels() -> Iterator[Kernel]:
+    """verify_attention; the last with a bool mask, all strides free, three dtypes."""
     num_nodes = 17
     q = np.zeros((1, num_nodes, 64, 576))
     cache = np.zeros((1, 2048 + num_nodes, 576))
@@ -66,7 +91,63 @@ def kernels() -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[int, int], int]
         )
         signature = launch.signature(launch.type_keys(three_phase.arguments(problem)))
         nbytes = three_phase.shared_bytes(problem)
-        yield f"three_phase {name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes
+        yield Kernel(f"three_phase {name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes)
+
+
+def strided(x: np.ndarray) -> np.ndarray:
+    """An array of the same shape and dtype in which no two elements stand side by side."""
+    return np.zeros((*x.shape, 2), x.dtype)[..., 0]
+
+
+def launched(run: Any, problem: Any, room: ModuleType) -> tuple[Any, tuple[Any, ...], int]:
+    """Kernel, argument types and dynamic shared memory of what ``run`` launches, which it does from module ``room``."""
+    found = []
+
+    def record(kernel: Any, blocks: Any, threads: int, args: Any, *, results: int, shared_bytes: int) -> None:
+        found.append((kernel, launch.signature(launch.type_keys(args)), shared_bytes))
+
+    with mock.patch.multiple(room, launch=record, require_backend=lambda: None):
+        run(problem)
+    return found[0]
+
+
+def topk_kernels() -> Iterator[Kernel]:
+    """topk_logprobs; `threshold` reads words of 8 bytes from rows in C order, and single logits from others."""
+    in_c_order = [(dtype.name, np.ascontiguousarray, dtype) for dtype in DTYPES]
+    for layout, lay, dtype in (*in_c_order, ("bfloat16 strided", strided, DTYPES[2])):
+        given = np.zeros((2, 3, 64), dtype), np.zeros((2, 3, 8), np.float32), np.zeros((2, 3, 8), np.int32)
+        problem = topk_rounds.Problem(*map(arrays.view, ("logits", "logprobs", "token_ids"), map(lay, given)))
+        for name, module in (("rounds", topk_rounds), ("threshold", topk_threshold)):
+            kernel, signature, nbytes = launched(module.run, problem, module)
+            yield Kernel(f"{name} {layout}", kernel, signature, module.LAUNCH_BOUNDS, nbytes)
+
+
+def build_kernels() -> Iterator[Kernel]:
+    """build_tree at sizes for which `frontier` differs; the last with ids of 64 bits and all strides free."""
+    heap, frontier = ("heap", build_heap), ("frontier", build_frontier)
+    for length, candidates, budget, lay, ids, variants in (
+        (15, 64, 64, np.ascontiguousarray, np.int32, (heap, frontier)),
+        (4, 64, 4000, np.ascontiguousarray, np.int32, (frontier,)),
+        (15, 1000, 2000, strided, np.int64, (heap, frontier)),
+    ):
+        rows = np.zeros((2, length, candidates), np.float32)
+        given = lay(rows), lay(rows.astype(ids)), lay(np.zeros(2, ids))
+        shapes = draft_tree.shapes(2, budget + 1)
+        tree = {name: arrays.view(name, lay(np.zeros(shapes[name], d))) for name, d in draft_tree.DTYPES.items()}
+        problem = search.Problem(*map(arrays.view, ("logprobs", "token_ids", "root_tokens"), given), tree)
+        for name, module in variants:
+            # There may be no GPU to ask for its limit.
+            with mock.patch.object(search, "shared_bytes_limit", lambda device: launch.SIMULATED_SHARED_BYTES):
+                kernel, signature, nbytes = launched(module.run, problem, search)
+            layout = f"{np.dtype(ids).name}{' strided' if lay is strided else ''}"
+            yield Kernel(
+                f"{name} {length},{candidates},{budget} {layout}",
+                kernel,
+                signature,
+                module.LAUNCH_BOUNDS,
+                nbytes,
+                float64=True,
+            )
 
 
 def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], cc: tuple[int, int]) -> dict:
@@ -95,25 +176,39 @@ PATTERNS = {
 }
 
 
+JOBS: list[tuple[Kernel, tuple[int, int]]] = []  # workers are forked from this process, and find it filled
+
+
+def _compile_job(n: int) -> dict:
+    kernel, cc = JOBS[n]
+    return compile_kernel(kernel.dispatcher, kernel.signature, kernel.bounds, cc)
+
+
 def main() -> int:
     """Compile all, print a table or JSON, and return 1 if a kernel is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json = parser.parse_args().json
+    names = [f"sm_{major}{minor}" for major, minor in ARCHITECTURES]
+    parser.add_argument("--arch", nargs="+", choices=names, default=names, help="architectures; default: all")
+    options = parser.parse_args()
     try:
         nvjitlink.version()
     except Exception as error:
         sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
-    jobs = [(*kernel, cc) for kernel in kernels() for cc in ARCHITECTURES]
+    wanted = [cc for cc, name in zip(ARCHITECTURES, names, strict=True) if name in options.arch]
+    JOBS.extend((kernel, cc) for kernel in kernels() for cc in wanted)
     rows = []
-    for name, kernel, signature, bounds, nbytes, cc in track(jobs, "compiling", console=Console(stderr=True)):
-        found = compile_kernel(kernel, signature, bounds, cc)
-        ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"] or found["float64"])
-        rows.append({"kernel": name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": nbytes, "ok": ok})
-    if as_json:
+    with multiprocessing.get_context("fork").Pool() as pool:  # a process a core: compiling holds the interpreter's lock
+        results = pool.imap(_compile_job, range(len(JOBS)))
+        found_all = list(track(results, "compiling", total=len(JOBS), console=Console(stderr=True)))
+    for (kernel, cc), found in zip(JOBS, found_all, strict=True):
+        ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"])
+        ok = ok and (kernel.float64 or not found["float64"])
+        rows.append({"kernel": kernel.name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": kernel.shared, "ok": ok})
+    if options.json:
         print(json.dumps(rows, indent=2))
     else:
-        table = Table(*rows[0], title="shared: dynamic bytes a block at a prefix of 2,048 and 17 nodes")
+        table = Table(*rows[0], title=TITLE)
         for row in rows:
             table.add_row(*("ok" if v is True else "FAIL" if v is False else str(v) for v in row.values()))
         Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -1,4 +1,4 @@
-"""The compile gates: every kernel to machine code for five architectures, and gates that can fail."""
+"""The compile gates: every kernel to machine code, and gates that can fail."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ def run(*arguments):
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
+# Registers a thread, by variant: launch bounds of 1,024 threads a multiprocessor leave 64. A builder's block of 256
+# threads has one busy warp, so 128 cost it nothing: its shared memory limits the blocks first.
+REGISTERS = {"three_phase": 64, "rounds": 64, "threshold": 64, "heap": 128, "frontier": 128}
+
+
 def test_every_kernel_compiles_without_spills_and_without_float64():
-    done = run(str(PROFILING / "resources.py"), "--json")
+    done = run(str(PROFILING / "resources.py"), "--json", "--arch", "sm_80", "sm_90")  # .ci/run compiles for all
     rows = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
-    assert {row["arch"] for row in rows} == {"sm_80", "sm_89", "sm_90", "sm_100", "sm_120"}
-    assert len(rows) == 5 * len({row["kernel"] for row in rows})
+    assert {row["arch"] for row in rows} == {"sm_80", "sm_90"}
+    assert len(rows) == 2 * len({row["kernel"] for row in rows})
+    assert {row["kernel"].split()[0] for row in rows} == REGISTERS.keys()
     for row in rows:
-        assert row["ok"] and 0 < row["registers"] <= 64 and row["code_bytes"] > 1000
+        variant = row["kernel"].split()[0]
+        assert row["ok"] and 0 < row["registers"] <= REGISTERS[variant] and row["code_bytes"] > 1000
+        assert bool(row["float64"]) == (variant in ("heap", "frontier"))  # scores of trees are float64 by contract
 
 
 def test_the_gates_see_spills_and_float64():
@@ -43,8 +51,8 @@ import json
 import resources
 from numba import cuda, types
 
-name, kernel, signature, bounds, nbytes = next(resources.kernels())
-crowded = resources.compile_kernel(kernel, signature, (1024, 2), (9, 0))
+attention = next(resources.kernels())
+crowded = resources.compile_kernel(attention.dispatcher, attention.signature, (1024, 2), (9, 0))
 
 @cuda.jit
 def with_literal(x):
