@@ -107,17 +107,18 @@ class View:
         """A NumPy copy of the contents, for checks on the host (synchronizes)."""
         if self.device == HOST:
             return self.as_numpy().copy()
+        if 0 in self.shape:
+            return np.empty(self.shape, kernel_dtype(self.dtype))
         from cuda.bindings import driver
 
         # The bytes between the first and the last element travel; the host picks the elements by their strides.
         low, high = self.extent()
         raw = np.empty(high - low, np.uint8)
-        if raw.size:
-            with cuda.gpus[self.device]:
-                cuda.synchronize()
-                (status,) = driver.cuMemcpyDtoH(raw.ctypes.data, low, raw.size)
-            if status != driver.CUresult.CUDA_SUCCESS:
-                raise RuntimeError(f"{self} could not be copied to the host ({status.name})")
+        with cuda.gpus[self.device]:
+            cuda.synchronize()
+            (status,) = driver.cuMemcpyDtoH(raw.ctypes.data, low, raw.size)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{self} could not be copied to the host ({status.name})")
         dtype = kernel_dtype(self.dtype)
         return np.ndarray(self.shape, dtype, buffer=raw, offset=self.pointer - low, strides=self.strides).copy()
 
@@ -348,5 +349,7 @@ def constant(device: int, make: Callable[..., np.ndarray], *key: int) -> View:
             with nullcontext() if device == HOST else cuda.gpus[device]:
                 array = make(*key)
                 found = view(make.__name__, array if device == HOST else cuda.to_device(array))
+                if device != HOST:
+                    cuda.synchronize()  # the copy must have ended before a kernel on any stream reads it
             _constants[device, make, key] = found
         return found

@@ -217,9 +217,7 @@ def make_kernel(slots_per_lane: int, row_bytes: int) -> Any:
         stage(logprobs, b, columns, rows, node_score, slot_score, node_info)
         warp = np.uint32(lane // np.uint32(LANES))  # gpu: the others wait at the end of the search
         if warp_max(warp) == ZERO:  # gpu: a reduction tells the compiler that no lane is left out
-            slot_upper = slot_upper[
-                warp:
-            ]  # gpu: from 0, which it does not know, and so keeps the address in a register
+            slot_upper = slot_upper[warp:]  # gpu: from 0, which is not told, so that the address stays in a register
             s = lane
             while s < np.uint32(slots):
                 slot_upper[s] = NO_ENTRY

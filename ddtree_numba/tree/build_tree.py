@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ddtree_numba.tree import build_frontier, build_heap
 from ddtree_numba.tree.draft_tree import DraftTree, empty_tree, views
 from ddtree_numba.tree.search import MAX_BUDGET, Problem
 
+LARGEST_TOKEN = 2**31 - 1
 VARIANTS = ("auto", "heap", "heap_numpy", "frontier", "frontier_numpy")
 
 
@@ -79,6 +81,9 @@ def build_tree(
     tree, problem = _checked(logprobs, token_ids, root_tokens, tree_budget, out)
     if validate:
         check_contents(problem)
+    problem = _without_rows_behind(problem)
+    if problem.batch == 0 and not variant.endswith("_numpy"):
+        return tree
     if variant == "auto":
         variant = "heap" if runtime.SIMULATOR or build_frontier.plan(problem) is None else "frontier"
     runs = {
@@ -116,7 +121,7 @@ def _checked(
         out = empty_tree(rows, batch, tree_budget, max_depth)
     elif not isinstance(out, DraftTree):
         raise TypeError(f"out is a {type(out).__qualname__}; it must be a DraftTree")
-    elif out.max_depth < max_depth:
+    elif arrays.require_integer("out.max_depth", out.max_depth) < max_depth:
         raise ValueError(f"out has max_depth = {out.max_depth}; it must be at least {max_depth}")
     written = views(out, batch, tree_budget + 1, "out.")
     arrays.require_one_place([rows, *written.values()])
@@ -127,13 +132,22 @@ def _checked(
     return out, Problem(rows, ids, roots, written)
 
 
+def _without_rows_behind(problem: Problem) -> Problem:
+    """No path is longer than the budget, so the rows behind take no shared memory."""
+    batch, length, candidates = problem.logprobs.shape
+    used = (batch, min(length, max(problem.num_nodes - 1, 1)), candidates)
+    rows, ids = (replace(x, shape=used) for x in (problem.logprobs, problem.token_ids))
+    return replace(problem, logprobs=rows, token_ids=ids)
+
+
 def check_contents(problem: Problem) -> None:
     """Check the rows (copies them to the host).
 
     Raises
     ------
     ValueError
-        A row is above 0, or increases before its first entry that is not finite; a candidate has a negative token.
+        A row is above 0, or increases before its first entry that is not finite; a candidate or a root has a token
+        that is negative or no int32.
     """
     logprobs, token_ids = problem.logprobs.to_host(), problem.token_ids.to_host()
     live = np.logical_and.accumulate(np.isfinite(logprobs), axis=2)
@@ -146,7 +160,9 @@ def check_contents(problem: Problem) -> None:
         if wrong.any():
             b, d, r = (int(n) for n in np.argwhere(wrong)[0])
             raise ValueError(f"logprobs[{b}, {d}, {r}] is {logprobs[b, d, r]}, which {what}")
-    wrong = live & (token_ids < 0)
-    if wrong.any():
-        b, d, r = (int(n) for n in np.argwhere(wrong)[0])
-        raise ValueError(f"token_ids[{b}, {d}, {r}] is {token_ids[b, d, r]}, but its log-probability is finite")
+    root_tokens = problem.root_tokens.to_host()
+    for name, tokens, used in (("token_ids", token_ids, live), ("root_tokens", root_tokens, np.True_)):
+        wrong = used & ((tokens < 0) | (tokens > LARGEST_TOKEN))
+        if wrong.any():
+            at = tuple(int(n) for n in np.argwhere(wrong)[0])
+            raise ValueError(f"{name}[{', '.join(map(str, at))}] is {tokens[at]}; a token is 0 to {LARGEST_TOKEN}")

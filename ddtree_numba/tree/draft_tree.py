@@ -88,8 +88,13 @@ class DraftTree:
         Raises
         ------
         TypeError
-            ``like`` is no such array.
+            ``like`` is no such array, or a size no integer.
+        ValueError
+            A size is negative.
         """
+        for name, size in (("batch", batch), ("tree_budget", tree_budget), ("max_depth", max_depth)):
+            if arrays.require_integer(name, size) < 0:
+                raise ValueError(f"{name} is {size}; it must be at least 0")
         return empty_tree(arrays.view("like", like), batch, tree_budget, max_depth)
 
     def mask_bool(self) -> Any:

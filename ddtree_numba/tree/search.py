@@ -114,6 +114,7 @@ def columns_used(problem: Problem) -> int:
 
 def make_layout(problem: Problem, *, group: int, row_bytes: int) -> Layout:
     """The layout for slots in whole groups, with as many columns as this GPU's shared memory has room for."""
+    require_backend()
     slots = -(-problem.num_nodes // group) * group
     words = -(-problem.length // FIELDS)
     before = Layout(slots, words, 0, row_bytes).bytes_of_nodes(problem.num_nodes, slots)
@@ -138,9 +139,6 @@ def arguments(problem: Problem, layout: Layout) -> tuple[Any, ...]:
 
 def launch_search(kernel: Any, problem: Problem, layout: Layout) -> None:
     """Launch one of the builders, a block a request."""
-    if problem.batch == 0:
-        return
-    require_backend()
     nbytes = layout.shared_bytes(problem)
     launch(kernel, (problem.batch, 1, 1), THREADS, arguments(problem, layout), results=9, shared_bytes=nbytes)
 
@@ -149,8 +147,9 @@ def run_search_mirror(variant: str, mirror: Any, problem: Problem) -> None:
     """Run one of the mirrors; raises ValueError for arguments on a GPU."""
     if problem.logprobs.device != HOST:
         raise ValueError(f"variant {variant!r} works on host arrays; {problem.logprobs} is on a GPU")
-    given = (problem.logprobs, problem.token_ids, problem.root_tokens)
-    mirror(*(x.as_numpy() for x in given), {name: x.as_numpy() for name, x in problem.tree.items()})
+    token_ids, root_tokens = (x.as_numpy().astype(np.int32) for x in (problem.token_ids, problem.root_tokens))
+    tree = {name: x.as_numpy() for name, x in problem.tree.items()}
+    mirror(problem.logprobs.as_numpy(), token_ids, root_tokens, tree)
 
 
 @cuda.jit(device=True, inline="always")

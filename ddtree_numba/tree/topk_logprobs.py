@@ -62,6 +62,8 @@ def topk_logprobs(logits: Any, k: int, *, variant: str = "auto", out: tuple[Any,
     arrays.require_shape(x, "[B, L, V]", None, None, None)
     batch, length, vocabulary = x.shape
     k = arrays.require_integer("k", k)
+    if vocabulary < 1:
+        raise ValueError(f"{x} has V = 0; it must be at least 1")
     if not 1 <= k <= min(MAX_K, vocabulary):
         raise ValueError(f"k is {k}; it must be between 1 and {min(MAX_K, vocabulary)}, and {x} has V = {vocabulary}")
     if vocabulary >= 2**31:

@@ -39,7 +39,7 @@ from ddtree_numba.tree.topk_rounds import NEG_INF, ZERO, Problem, is_finite
 THREADS = 16 if runtime.SIMULATOR else 1024
 LAUNCH_BOUNDS = (THREADS, 1)
 UNROLL = 4
-ITEMS = 64 if runtime.SIMULATOR else 2048  # at least the largest k, a power of two
+ITEMS = 2048  # at least the largest k, a power of two
 KEPT = 12  # low bits of the threshold that are not looked for
 SIGN = np.uint32(1 << 31)
 
@@ -90,7 +90,7 @@ def mirror(words, like, logprobs, token_ids):
         # Phase 5: sort, and write the best k
         items = np.sort(items)[::-1][:k]
         token_ids[b, l] = ~items.astype(np.uint32)
-        logprobs[b, l] = x[token_ids[b, l]] - lse
+        logprobs[b, l] = x[token_ids[b, l]] + ZERO - lse
 
 
 def mirror_ordered(x):
