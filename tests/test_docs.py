@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -19,6 +20,8 @@ import pytest
 import ddtree_numba as dd
 from ddtree_numba.attention import three_phase
 from ddtree_numba.attention.verify import VARIANTS
+from ddtree_numba.tree import build_frontier, build_heap, build_tree, topk_logprobs, topk_rounds, topk_threshold
+from ddtree_numba.tree.draft_tree import DTYPES
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "ddtree_numba"
@@ -194,10 +197,158 @@ def test_the_table_of_errors():
         assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
 
 
+# The pages of topk_logprobs and build_tree
+
+TOPK, BUILD = DOCS / "topk_logprobs.md", DOCS / "build_tree.md"
+# Page: how a call begins there, the operator, its variants, and the headings under which a module's phases are quoted.
+TREE_PAGES: dict[Path, tuple[str, Any, tuple[str, ...], dict[str, Any]]] = {
+    TOPK: (
+        "logprobs, token_ids = dd.topk_logprobs",
+        dd.topk_logprobs,
+        topk_logprobs.VARIANTS,
+        {"rounds": topk_rounds, "threshold": topk_threshold},
+    ),
+    BUILD: (
+        "tree = dd.build_tree",
+        dd.build_tree,
+        build_tree.VARIANTS,
+        {"heap": build_heap, "frontier": build_frontier},
+    ),
+}
+each_tree_page = pytest.mark.parametrize("page", TREE_PAGES, ids=lambda page: page.name)
+
+
+@each_tree_page
+def test_the_signatures_of_the_tree_operators(page):
+    begin, operator, _, _ = TREE_PAGES[page]
+    call = re.search(rf"^{re.escape(begin)}\((.*?)\)$", page.read_text(encoding="utf-8"), re.M | re.S)
+    assert call
+    documented = ast.parse(f"def f({call[1]}): pass").body[0]
+    actual = inspect.signature(operator)
+    parameters = [p.replace(annotation=p.empty) for p in actual.parameters.values()]
+    expected = ast.parse(f"def f{actual.replace(parameters=parameters, return_annotation=actual.empty)}: pass").body[0]
+    assert ast.unparse(documented) == ast.unparse(expected)
+
+
+@each_tree_page
+def test_every_argument_and_variant_of_the_tree_operators_is_in_a_table(page):
+    _, operator, variants, _ = TREE_PAGES[page]
+    names = [row[0].strip("`") for row in table_under(page, "Arguments") if row[0]]
+    assert names == list(inspect.signature(operator).parameters)
+    assert {row[0].strip('`"') for row in table_under(page, "Variants")} == set(variants)
+
+
+@each_tree_page
+def test_the_phases_of_the_tree_operators_are_those_of_mirror_and_kernel(page):
+    sections = re.split(r"^##+ (.*)\n", page.read_text(encoding="utf-8"), flags=re.M)
+    under = dict(zip(sections[1::2], sections[2::2], strict=True))
+    for heading, module in TREE_PAGES[page][3].items():
+        quoted = re.findall(r"^- `(# Phase \d: [^`]*)`", under[heading], re.M)
+        source = inspect.getsource(module)
+        definitions = {n.name: n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+        for name in ("mirror", "kernel"):
+            code = ast.get_source_segment(source, definitions[name])
+            assert re.findall(r"# Phase \d: .*", str(code)) == quoted, f"{module.__name__}.{name}"
+
+
+def run_until(page: Path, name: str) -> dict[str, Any]:
+    """What the page's code has defined once ``name`` is there."""
+    namespace: dict[str, Any] = {}
+    for code, run in python_blocks(page):
+        if run:
+            exec(code, namespace)
+        if name in namespace:
+            return namespace
+    raise AssertionError(f"{page.name} does not define {name}")
+
+
+def test_the_fields_of_a_tree_are_in_the_table():
+    rows = table_under(BUILD, "Results")
+    fields = {row[0].strip("`"): row for row in rows}
+    assert list(fields) == [*DTYPES, "max_depth"]
+    padded = dd.build_tree(
+        np.full((1, 2, 1), -1, np.float32), np.full((1, 2, 1), 5, np.int32), np.array([9], np.int32), 39
+    )
+    letters = {"B": 1, "Q": 40, "ceil(Q/32)": 2}
+    for name, dtype in DTYPES.items():
+        _, shape, documented, _, behind = fields[name]
+        array = getattr(padded, name)
+        assert documented == dtype.name
+        assert tuple(letters[axis] for axis in shape.strip("[]").split(", ")) == array.shape
+        if behind:
+            last = {"the root's token": 9, "-inf": -np.inf}.get(behind)
+            assert (array[0, -1] == (int(behind) if last is None else last)).all(), name
+
+
+def test_the_results_of_topk_are_in_the_table():
+    results = dd.topk_logprobs(np.zeros((1, 1, 3), np.float32), 2)
+    rows = table_under(TOPK, "Results")
+    assert [row[0] for row in rows] == ["`logprobs`", "`token_ids`"]
+    assert [(row[1], row[2]) for row in rows] == [("[B, L, k]", x.dtype.name) for x in results]
+
+
+def test_the_steps_of_the_worked_tree():
+    namespace = run_until(BUILD, "given")
+    tree, probabilities = namespace["tree"], np.exp(namespace["logprobs"][0].astype(np.float64))
+    sections = BUILD.read_text(encoding="utf-8").split("| step |")
+    assert len(sections) == 2
+    rows = re.search(r"(?:^\|.*\|\n)+", sections[1].split("\n", 1)[1], re.M)
+    assert rows
+    frontier = {(0,)}
+    for n, row in enumerate(rows[0].splitlines()[1:], start=1):
+        step, takes, p, offers, behind = (cell.strip() for cell in row.strip("|").split("|"))
+        path = ast.literal_eval(takes.replace(")", ",)"))
+        assert int(step) == n
+        assert path in frontier
+        frontier.remove(path)
+        # The node that was made of it, by its tokens from the root on.
+        lineage, node = [], n
+        while node:
+            lineage.append(int(tree.tokens[0, node]))
+            node = int(tree.parents[0, node])
+        assert lineage[::-1] == [int(namespace["token_ids"][0, d, r]) for d, r in enumerate(path)]
+        assert float(p) == pytest.approx(np.exp(tree.scores[0, n]), rel=1e-6)
+        new = [tuple(ast.literal_eval(x.replace(")", ",)"))) for x in re.findall(r"\([^)]*\)", offers)]
+        expected = [(*path[:-1], path[-1] + 1)] if path[-1] < 2 else []
+        assert new == expected + ([(*path, 0)] if len(path) < 2 else [])
+        frontier |= set(new)
+        stated = re.findall(r"(\([^)]*\)) ([\d.]+)", behind)
+        assert {ast.literal_eval(x.replace(")", ",)")) for x, _ in stated} == frontier
+        for x, probability in stated:
+            ranks = ast.literal_eval(x.replace(")", ",)"))
+            assert float(probability) == pytest.approx(np.prod([probabilities[d, r] for d, r in enumerate(ranks)]))
+    assert n == given_budget(namespace)
+
+
+def given_budget(namespace: dict[str, Any]) -> int:
+    return int(namespace["given"]["tree_budget"])
+
+
+def test_the_text_of_the_worked_tree():
+    tree = run_until(BUILD, "given")["tree"]
+    texts = [m["code"] for m in FENCE.finditer(BUILD.read_text(encoding="utf-8")) if m["language"] == "text"]
+    assert tree.text() + "\n" in texts
+
+
+@each_tree_page
+def test_the_tables_of_errors_of_the_tree_operators(page):
+    operator = TREE_PAGES[page][1]
+    namespace = run_until(page, "given") | {"dataclasses": dataclasses}
+    rows = table_under(page, "Errors")
+    assert len(rows) > 12
+    for change, exception, message in rows:
+        changes = eval(f"dict({change.strip('`')})", namespace)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            operator(**namespace["given"] | changes)
+        assert type(caught.value).__name__ == exception, change
+        pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
+        assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
+
+
 # The rooms
 
 # From the ground up; a room may import the rooms of lower floors.
-FLOORS = (("device", "masks", "kdtr", "compare"), ("attention",), ("check",), ("__main__",))
+FLOORS = (("device", "masks", "kdtr", "compare"), ("attention", "tree"), ("check",), ("__main__",))
 
 
 def rooms_imported(path: Path) -> set[str]:

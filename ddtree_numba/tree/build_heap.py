@@ -177,7 +177,8 @@ def kernel(
     count = cuda.shared.array(1, types.int32)  # gpu: tells all threads what thread 0 found
     node_score, slot_score, node_info, slot_info, slot_ranks, heap, first = carve(room, slots, words)
     pitch = columns + 1
-    rows = cuda.shared.array(0, types.float32)[first // 4 : first // 4 + (length + 1) * pitch]
+    first //= 4
+    rows = cuda.shared.array(0, types.float32)[first : first + (length + 1) * pitch]  # gpu: as in carve
 
     # Phase 0: the rows, and the likeliest first token into the heap
     stage(logprobs, b, columns, rows, node_score, slot_score, node_info)

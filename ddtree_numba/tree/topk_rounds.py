@@ -47,6 +47,7 @@ class Problem:
     token_ids: View
 
 
+@np.errstate(over="ignore")  # finite logits may lie so far apart that their difference is -inf
 def mirror(logits, logprobs, token_ids):
     """The kernel in NumPy: the same phases, the same order of additions. Arrays as the operator's, on the host."""
     _, _, vocabulary = logits.shape

@@ -44,6 +44,7 @@ KEPT = 12  # low bits of the threshold that are not looked for
 SIGN = np.uint32(1 << 31)
 
 
+@np.errstate(over="ignore")  # finite logits may lie so far apart that their difference is -inf
 def mirror(words, like, logprobs, token_ids):
     """The kernel in NumPy: the same phases and groups. ``words`` and ``like`` as in `arguments`, on the host."""
     k = logprobs.shape[2]
@@ -321,8 +322,10 @@ def kernel(words, like, logprobs, token_ids):
     bit = 31
     while bit >= KEPT:
         trial = threshold | (np.uint32(1) << np.uint32(bit))
-        reached = cuda.syncthreads_count(np.int32(key_0 >= trial)) + cuda.syncthreads_count(np.int32(key_1 >= trial))
-        reached += cuda.syncthreads_count(np.int32(key_2 >= trial)) + cuda.syncthreads_count(np.int32(key_3 >= trial))
+        reached = cuda.syncthreads_count(np.int32(key_0 >= trial))  # gpu: over the threads
+        reached += cuda.syncthreads_count(np.int32(key_1 >= trial))  # gpu: as above
+        reached += cuda.syncthreads_count(np.int32(key_2 >= trial))  # gpu: as above
+        reached += cuda.syncthreads_count(np.int32(key_3 >= trial))  # gpu: as above
         if reached >= k:
             threshold = trial
         bit -= 1
@@ -355,7 +358,7 @@ def kernel(words, like, logprobs, token_ids):
     if found > ITEMS:
         if t == 0:
             counter[0] = 0
-        cuda.syncthreads()
+        cuda.syncthreads()  # gpu: counting starts from 0
         item = kth_item(row, like, k, threshold, ordered(m), counter)
         collect_from(row, like, item, items, counter)
         found = k
@@ -366,7 +369,7 @@ def kernel(words, like, logprobs, token_ids):
         size *= 2
     for index in range(found + t, size, THREADS):
         items[index] = np.uint64(0)
-    cuda.syncthreads()
+    cuda.syncthreads()  # gpu: all items are there
     sort_falling(items, size)
     for r in range(t, k, THREADS):
         logprobs[b, l, r] = float_of(np.uint32(items[r] >> np.uint64(32))) - lse
