@@ -45,7 +45,7 @@ MARKERS = {"frontier": "o", "heap": "s", "cpu_heap": "^"}  # shapes too, for who
 # Name of each curve, the point it stands at, offset from there in points, alignment: where no other curve can pass.
 LABELS = {
     "frontier": ("GPU frontier", 0, (-3, -7), "left", "top"),
-    "heap": ("GPU heap", -1, (7, 0), "left", "center"),
+    "heap": ("GPU heap", 1, (0, 8), "center", "bottom"),
     "cpu_heap": ("CPU heap", -2, (-7, 3), "right", "bottom"),
 }
 

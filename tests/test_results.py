@@ -49,6 +49,19 @@ def test_rows_say_what_was_measured_and_on_what(row):
 
 
 @needs_tree_rows
+def test_readme_and_docs_quote_the_measured_trees():
+    for sentence in (tables.build_sentence(TREE_ROWS), tables.topk_sentence(TREE_ROWS)):
+        assert sentence in words("README.md")
+    assert tables.topk_sentence(TREE_ROWS) in words("docs/topk_logprobs.md")
+    assert tables.chain_sentence(TREE_ROWS) in words("docs/build_tree.md")
+    build, topk = (
+        (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("build_tree", "topk_logprobs")
+    )
+    assert tables.build_table(TREE_ROWS) in build and tables.build_table(TREE_ROWS, "bfloat16 logits") in build
+    assert tables.topk_table(TREE_ROWS) in topk
+
+
+@needs_tree_rows
 def test_tree_rows_say_what_was_measured_and_on_what():
     for row in TREE_ROWS:
         assert row["right"] == "True"
