@@ -1,7 +1,7 @@
 """DDTree's GPU kernels for speculative decoding, in Python: draft trees and tree-verify MLA attention in Numba CUDA.
 
-Each kernel stands beside its NumPy mirror and is checked against an independent float64 oracle. Importing this package
-turns Numba's simulator on where there is no usable GPU, so import it before `numba.cuda`.
+Kernels are checked against independent oracles, and most stand beside a NumPy mirror. Importing this package turns
+Numba's simulator on where there is no usable GPU, so import it before `numba.cuda`.
 """
 
 from ddtree_numba.device import runtime as _runtime  # noqa: F401  # isort: skip  (chooses the backend: before numba.cuda)

@@ -377,7 +377,7 @@ def test_improbable_scores_are_drawn(plt):
 def test_plot_names_the_extra_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    with pytest.raises(ImportError, match=r"pip install ddtree-numba\[profile\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         draw.plot(SMALL)
 
 
@@ -405,7 +405,7 @@ def fail(token):
 
 ERRORS = [
     (dict(tree=[1]), TypeError, "tree is a list; it must be a DraftTree"),
-    (dict(request=1), ValueError, "request is 1; the tree has 1 requests, counted from 0"),
+    (dict(request=1), ValueError, "request is 1; it must be at least 0 and below 1"),
     (dict(request=-1), ValueError, "request is -1; "),
     (dict(request=0.0), TypeError, "request is a float; it must be an integer"),
     (dict(decode={}), TypeError, "decode is a dict; "),

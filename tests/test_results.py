@@ -261,6 +261,8 @@ def made_up(tmp_path):
                 times["heap"] = 4 + 3.0 * budget
             rows += [{**one, "variant": variant, "microseconds": f"{t:.1f}"} for variant, t in times.items()]
             rows.append({**one, "variant": "refs_trees", "note": "left out: too slow", "gpu": ""})
+    tied = {**build, "inputs": "bfloat16 logits", "B": 64, "K": 64, "budget": 64}
+    rows.append({**tied, "variant": "frontier", "microseconds": "34.5"})
     for (batch, length, vocabulary), k, dtype in bench_trees.TOPK:
         one = {"operator": "topk_logprobs", "inputs": dtype, "B": batch, "V": vocabulary, "K": k, **known, "L": length}
         for variant, t in {"threshold": 100, "torch_topk": 300.04, "torch_eager": 1234.5}.items():
@@ -274,7 +276,7 @@ def made_up(tmp_path):
 
 def test_sentences_and_tables_of_trees(made_up):
     rows = tables.tree_rows(made_up)
-    assert "64 nodes each, in 23.2 µs" in tables.build_sentence(rows)
+    assert "64 nodes each, in 23.2 µs of device time (34.5 from bfloat16" in tables.build_sentence(rows)
     assert "18,176 µs in Python, 783 times as long" in tables.build_sentence(rows)
     assert "takes 100 µs" in tables.topk_sentence(rows) and "logsumexp take 1,234" in tables.topk_sentence(rows)
     chain = tables.chain_sentence(rows)

@@ -33,7 +33,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class DraftTree:
     """Draft trees of B requests with room for Q = tree_budget + 1 nodes each, the root included.
 
@@ -96,6 +96,11 @@ class DraftTree:
             if arrays.require_integer(name, size) < 0:
                 raise ValueError(f"{name} is {size}; it must be at least 0")
         return empty_tree(arrays.view("like", like), batch, tree_budget, max_depth)
+
+    def __repr__(self) -> str:
+        batch, num_nodes = self.tokens.shape
+        kind = type(self.tokens).__module__.split(".")[0]
+        return f"DraftTree(B={batch}, Q={num_nodes}, max_depth={self.max_depth}, {kind} arrays)"
 
     def mask_bool(self) -> Any:
         """`tree_mask` as bool [B, Q, Q]; 1 GB at B = 1024, Q = 1025."""

@@ -64,7 +64,7 @@ def text(
     decode : callable, optional
         Text of a token id. It is shown as Python writes a string, control characters escaped; without it, the id.
     accepted : int [n], optional
-        Accepted nodes of this request, root first, padded with -1: a row of what the accept operators return.
+        Accepted nodes of this request, root first, padded with -1.
     max_nodes : int, optional
         Most nodes shown. The accepted ones come first, then those of the smallest indices, which in the builder's order
         are the likeliest; a last line counts those left out. Default: all.
@@ -193,7 +193,7 @@ def plot(
     decode : callable, optional
         Text of a token id. Spaces are shown as an open box, control characters escaped, long texts cut.
     accepted : int [n], optional
-        Accepted nodes of this request, root first, padded with -1: a row of what the accept operators return. Their
+        Accepted nodes of this request, root first, padded with -1. Their
         path is drawn in vermilion and thicker than any other.
     ax : matplotlib.axes.Axes, optional
         Where to draw; labels shrink to its size. Default: a new pyplot figure, sized by the tree.
@@ -225,7 +225,7 @@ def plot(
     try:
         from matplotlib.axes import Axes
     except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install ddtree-numba[profile]") from error
+        raise ImportError("plot needs matplotlib: pip install matplotlib") from error
 
     if theme not in THEMES:
         raise ValueError(f"theme is {theme!r}; it must be one of: {', '.join(THEMES)}")
@@ -449,7 +449,7 @@ def _read(tree: DraftTree, request: int, decode: Any, accepted: Any) -> Drawn:
     arrays.require_shape(views["num_nodes"], "[B]", batch)
     request = _integer("request", request)
     if not 0 <= request < batch:
-        raise ValueError(f"request is {request}; the tree has {batch} requests, counted from 0")
+        raise ValueError(f"request is {request}; it must be at least 0 and below {batch}, the number of requests")
 
     # Not DraftTree.to_host: the masks, by far the largest array, are not needed.
     host = {name: view.to_host()[request] for name, view in views.items()}
