@@ -40,6 +40,7 @@ from ddtree_numba.device.arrays import view
 from ddtree_numba.device.runtime import SIMULATOR
 from ddtree_numba.tree import topk_logprobs as operator
 from ddtree_numba.tree import topk_rounds, topk_threshold
+from refs import oracle
 
 Results = tuple[np.ndarray, np.ndarray]
 
@@ -196,6 +197,19 @@ def test_the_best_may_be_certain(variant):
     logprobs, token_ids = dd.topk_logprobs(logits, 2, variant=variant)
     assert logprobs.tolist() == [[[0.0, -300.0]]]
     assert token_ids.tolist() == [[[32, 0]]]
+
+
+@pytest.mark.parametrize("delta", [1e-3, 0.37, 2.0])
+@pytest.mark.parametrize("variant", MIRRORS)
+def test_flat_rows_stay_within_the_documented_bound(variant, delta):
+    # All exponentials but one are equal, so their sum rounds the same way every time.
+    logits = np.full((1, 1, 40_000), -delta, np.float32)
+    logits[..., 7] = 0
+    in_a_row = 40_000 / (topk_rounds.THREADS if variant == "rounds_numpy" else topk_threshold.THREADS * 4)
+    logprobs, _ = dd.topk_logprobs(logits, 3, variant=variant)
+    exact, _, lse = oracle.topk_logprobs(logits, 3)
+    eps = 2.0**-23
+    assert np.abs(logprobs - exact).max() <= 4 * eps * max(1, float(np.abs(lse).max())) + eps / 2 * in_a_row
 
 
 def test_kernels_and_mirrors_add_in_the_same_order():
