@@ -8,12 +8,9 @@ around one call, L2 flushed before each, median of `REPEATS`, in microseconds. N
 from __future__ import annotations
 
 import argparse
-import csv
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +25,7 @@ except ImportError as error:
     sys.exit(f"{error}: this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py")
 from rich.console import Console
 from rich.progress import track
+from tables import write_rows
 
 import ddtree_numba as dd
 from ddtree_numba.attention import three_phase
@@ -222,17 +220,6 @@ def shape_rows(shape: tuple[int, int, int, int], dtype: torch.dtype, logit_std: 
     return measure(f"logit std {logit_std:g}", inputs, dd.KIMI_K2_SM_SCALE, exact, bound, commit)
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    """Write the CSV whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
 def main() -> int:
     """Measure, write, print; 1 when a variant was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -257,7 +244,7 @@ def main() -> int:
     ]
     jobs.append(lambda: shape_rows(SMALL_SPREAD, torch.float32, 0.02, commit))
     rows = [row for job in track(jobs, "measuring", console=Console(stderr=True)) for row in job()]
-    write_rows(options.out / "verify_attention.csv", rows)
+    write_rows(options.out / "verify_attention.csv", rows, list(rows[0]))
     for row in rows:
         print(
             f"{row['case']:26} {row['B']:>3},{row['H']:>3},{row['Q']:>3},{row['prefix']:>6} {row['dtype']:9}"

@@ -12,7 +12,7 @@ import functools
 import inspect
 import re
 import tokenize
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -151,6 +151,18 @@ def test_the_default_variant_gives_the_same_tree(variant):
     problem = case_named("budget_1")
     for options in ({}, {"variant": "auto"}, {"variant": variant}):
         check_trees(dd.build_tree(**problem, **options), problem)
+
+
+@pytest.mark.parametrize(("simulator", "fits", "taken"), [(False, True, 0), (False, False, 1), (True, True, 1)])
+def test_auto_takes_the_fast_variant_where_it_fits(monkeypatch, simulator, fits, taken):
+    launched = []
+    for module in (build_frontier, build_heap):
+        monkeypatch.setattr(module, "launch_search", lambda *arguments, module=module: launched.append(module))
+    monkeypatch.setattr(operator, "runtime", SimpleNamespace(SIMULATOR=simulator))
+    if not fits:
+        monkeypatch.setattr(build_frontier, "plan", lambda problem: None)
+    dd.build_tree(np.zeros((1, 2, 3), np.float32), np.zeros((1, 2, 3), np.int32), np.zeros(1, np.int32), 4)
+    assert launched == [(build_frontier, build_heap)[taken]]
 
 
 # Random problems

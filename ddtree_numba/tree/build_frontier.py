@@ -342,6 +342,16 @@ def plan(problem: Problem) -> tuple[int, Layout] | None:
     return None
 
 
+def run_if_it_fits(problem: Problem) -> bool:
+    """Launch the kernel, or return False where `plan` finds no room."""
+    planned = plan(problem)
+    if planned is None:
+        return False
+    slots_per_lane, layout = planned
+    launch_search(make_kernel(slots_per_lane, layout.row_bytes), problem, layout)
+    return True
+
+
 def run(problem: Problem) -> None:
     """Launch the kernel; the tree is there once the stream has passed.
 
@@ -350,16 +360,13 @@ def run(problem: Problem) -> None:
     ValueError
         The rows that the budget needs exceed this GPU's shared memory.
     """
-    planned = plan(problem)
-    if planned is None:
+    if not run_if_it_fits(problem):
         device = problem.logprobs.device
         raise ValueError(
             f"variant 'frontier' keeps {columns_used(problem)} columns of L = {problem.length} rows and "
             f"{problem.num_nodes} nodes in shared memory, and a word of {FIELDS} ranks a lane; {device_name(device)} "
             f"has {shared_bytes_limit(device)} bytes and {LANES} lanes, which is too little. Variant 'heap' needs less"
         )
-    slots_per_lane, layout = planned
-    launch_search(make_kernel(slots_per_lane, layout.row_bytes), problem, layout)
 
 
 def run_mirror(problem: Problem) -> None:

@@ -85,7 +85,9 @@ def build_tree(
     if problem.batch == 0 and not variant.endswith("_numpy"):
         return tree
     if variant == "auto":
-        variant = "heap" if runtime.SIMULATOR or build_frontier.plan(problem) is None else "frontier"
+        if runtime.SIMULATOR or not build_frontier.run_if_it_fits(problem):
+            build_heap.run(problem)
+        return tree
     runs = {
         "heap": build_heap.run,
         "heap_numpy": build_heap.run_mirror,
@@ -117,11 +119,12 @@ def _checked(
         raise ValueError(f"tree_budget is {tree_budget}; it must be between 0 and {MAX_BUDGET}")
 
     max_depth = min(length, tree_budget)
-    if out is None:
+    if out is None:  # new arrays lie apart
         out = empty_tree(rows, batch, tree_budget, max_depth)
-    elif not isinstance(out, DraftTree):
+        return out, Problem(rows, ids, roots, views(out, batch, tree_budget + 1))
+    if not isinstance(out, DraftTree):
         raise TypeError(f"out is a {type(out).__qualname__}; it must be a DraftTree")
-    elif arrays.require_integer("out.max_depth", out.max_depth) < max_depth:
+    if arrays.require_integer("out.max_depth", out.max_depth) < max_depth:
         raise ValueError(f"out has max_depth = {out.max_depth}; it must be at least {max_depth}")
     written = views(out, batch, tree_budget + 1, "out.")
     arrays.require_one_place([rows, *written.values()])
