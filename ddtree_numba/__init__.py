@@ -8,8 +8,10 @@ from ddtree_numba.device import runtime as _runtime  # noqa: F401  # isort: skip
 
 from ddtree_numba import compare, kdtr
 from ddtree_numba._version import __version__
+from ddtree_numba.attention.merge import lse_from_flashmla, lse_from_log2, merge_states
+from ddtree_numba.attention.prefix_tail import prefix_attention, verify_attention_prefix_tail
 from ddtree_numba.attention.scale import DEEPSEEK_V3_SM_SCALE, KIMI_K2_SM_SCALE, yarn_sm_scale
-from ddtree_numba.attention.verify import verify_attention
+from ddtree_numba.attention.verify import verify_attention, workspace_bytes
 from ddtree_numba.tree.build_tree import build_tree
 from ddtree_numba.tree.draft_tree import DraftTree
 from ddtree_numba.tree.encodings import (
@@ -54,13 +56,17 @@ __all__ = [
     "inverse_permutation",
     "kdtr",
     "links_from_parents",
+    "lse_from_flashmla",
+    "lse_from_log2",
     "mask_from_parents",
+    "merge_states",
     "pack_mask",
     "parents_from_links",
     "parents_from_mask",
     "parents_from_retrieve_indices",
     "parents_from_sglang",
     "positions",
+    "prefix_attention",
     "qlen_only_mask",
     "relabel",
     "retrieve_indices",
@@ -74,5 +80,7 @@ __all__ = [
     "tree_mask_from_tensorrt",
     "unpack_mask",
     "verify_attention",
+    "verify_attention_prefix_tail",
+    "workspace_bytes",
     "yarn_sm_scale",
 ]

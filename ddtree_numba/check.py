@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numba import cuda
 
 from ddtree_numba import kdtr
-from ddtree_numba.attention import three_phase
+from ddtree_numba.attention import flash, merge, three_phase
 from ddtree_numba.attention.verify import verify_attention
 from ddtree_numba.compare import Report, compare
 from ddtree_numba.device import runtime
@@ -29,9 +30,17 @@ from ddtree_numba.tree.topk_logprobs import topk_logprobs
 
 REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "refs"
 
-# The simulator's pace in attention: multiply-adds a second, and the seconds that starting a block takes at any size.
+# The simulator's pace in attention: multiply-adds a second, and the seconds that a key and the start of a block take
+# beside them.
 SIMULATED_RATE = 400_000.0
+SIMULATED_KEY = 0.0002
 SIMULATED_START = 0.04
+# In flash: pairs of a row tile and a key tile; the seconds that one takes, and those that each of D columns adds.
+SIMULATED_PAIR = 0.04
+SIMULATED_COLUMN = 0.0002
+# In merge_states: elements of the output a second, and the seconds that a row takes beside them.
+SIMULATED_ELEMENTS = 20_000.0
+SIMULATED_STATE = 0.002
 # In topk_logprobs: logits of a row a second, and the seconds that a row and each of the k results take beside this.
 SIMULATED_LOGITS = 8_000.0
 SIMULATED_ROW = 0.1
@@ -42,6 +51,9 @@ SIMULATED_PAIRS = 6_000.0
 
 # verify_attention: the contract on lse, relative to max(1, |lse|).
 LSE_BOUND = 1e-5
+
+# merge_states: the bound on out, relative to the largest element of the row's states, and on lse.
+MERGE_BOUND = 4 * float(np.finfo(np.float32).eps)
 
 # topk_logprobs: the bound on logprobs, relative to max(1, |lse|, |logit|).
 LOGPROB_BOUND = 4 * float(np.finfo(np.float32).eps)
@@ -173,24 +185,30 @@ def _run(
     if on_device:
         if not runtime.SIMULATOR:
             elapsed = timed()  # the first call compiled
-        results = {name: array.copy_to_host() for name, array in arrays[1].items()}
+        results = {name: array.copy_to_host().view(results[name].dtype) for name, array in arrays[1].items()}
     return results, elapsed
 
 
 def _to_device(arrays: dict[str, Any]) -> dict[str, Any]:
     """Copies on the GPU; bfloat16, which Numba does not know, as its bits, which our operators take."""
 
-    def copy(array: np.ndarray) -> Any:
-        return cuda.to_device(np.ascontiguousarray(array.view(np.uint16) if array.dtype.name == "bfloat16" else array))
+    return {
+        name: None if array is None else cuda.to_device(_bits(np.ascontiguousarray(array)))
+        for name, array in arrays.items()
+    }
 
-    return {name: None if array is None else copy(array) for name, array in arrays.items()}
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """bfloat16 as its bits, in the same memory; anything else as it is."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 
 def _unwritten(like: np.ndarray) -> np.ndarray:
     """An array to write into, of values that no result has: what is never written must show."""
     if like.dtype.kind == "b":
         return ~like
-    return np.full_like(like, np.nan if like.dtype.kind == "f" else np.iinfo(like.dtype).max)
+    is_float = like.dtype.kind == "f" or like.dtype.name == "bfloat16"
+    return np.full_like(like, np.nan if is_float else np.iinfo(like.dtype).max)
 
 
 def _exact(name: str, actual: Any, expected: np.ndarray) -> Report:
@@ -204,9 +222,23 @@ _Outcome = tuple[str, tuple[Report, ...], float]
 
 
 def _check_verify_attention(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
-    arrays, checked = _select(tensors, seconds)
-    num_keys = int(arrays["cache_seqlens"].max(initial=0)) + arrays["q"].shape[1]
-    bound = three_phase.error_bound(float(tensors["logit_magnitude"]), num_keys, arrays["q"].shape[3])
+    """out within the bound of its dtype, which is that of q; lse within LSE_BOUND * max(1, |lse|).
+
+    float32: the bound that docs/numerics.md derives from the size of the logits. float16 and bfloat16: twice the error
+    of casting the expected result to that dtype, which is 1.8e-3 for bfloat16. Casting is one rounding to nearest; the
+    other of the two is for a variant that rounds its weights to the dtype as well, as tensor cores need. Errors of
+    float32 arithmetic vanish beside either.
+    """
+    arrays, checked = _select(tensors, variant, seconds)
+    dtype = arrays["q"].dtype
+    module = flash if variant.startswith("flash") else three_phase
+    if dtype == np.float32:
+        num_keys = int(arrays["cache_seqlens"].max(initial=0)) + arrays["q"].shape[1]
+        bound = module.error_bound(float(tensors["logit_magnitude"]), num_keys, arrays["q"].shape[3])
+    else:
+        exact = arrays["expected_out"]
+        casting = compare(exact.astype(dtype), exact, rel_frobenius=1.0)
+        bound = 2 * (casting.rel_frobenius_error or 0.0)
 
     def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
         verify_attention(
@@ -218,17 +250,23 @@ def _check_verify_attention(tensors: Tensors, variant: str, seconds: float | Non
         )
 
     names = ("q", "kv_cache", "cache_seqlens", "tree_mask", "block_table")
-    unwritten = {name: _unwritten(arrays[f"expected_{name}"]) for name in ("out", "lse")}
+    unwritten = {
+        "out": _unwritten(arrays["expected_out"].astype(dtype)),
+        "lse": _unwritten(arrays["expected_lse"]),
+    }
     result, elapsed = _run(variant, {name: arrays.get(name) for name in names}, unwritten, call)
 
     out = compare(result["out"], arrays["expected_out"], name="out", rel_frobenius=bound)
-    expected = arrays["expected_lse"]
+    return checked, (out, _compare_lse(result["lse"], arrays["expected_lse"], LSE_BOUND)), elapsed
+
+
+def _compare_lse(actual: np.ndarray, expected: np.ndarray, bound: float) -> Report:
+    """Comparison of lse relative to max(1, |lse|)."""
     unit = np.where(np.isfinite(expected), np.maximum(1, np.abs(expected)), 1)
-    lse = compare(result["lse"] / unit, expected / unit, name="lse", max_abs=LSE_BOUND)
-    return checked, (out, lse), elapsed
+    return compare(actual / unit, expected / unit, name="lse", max_abs=bound)
 
 
-def _select(tensors: Tensors, seconds: float | None) -> tuple[dict[str, Any], str]:
+def _select(tensors: Tensors, variant: str, seconds: float | None) -> tuple[dict[str, Any], str]:
     """The part of a file that the time budget allows: all requests, the first nodes, the first and last heads.
 
     The first n nodes of a tree are a tree, because parents come before children, and their rows are the first n behind
@@ -238,8 +276,13 @@ def _select(tensors: Tensors, seconds: float | None) -> tuple[dict[str, Any], st
     nodes, heads = num_nodes, list(range(num_heads))
     if seconds is not None:
         num_keys = int(tensors["cache_seqlens"].max(initial=0)) + num_nodes
-        multiply_adds = num_keys * (head_dim + int(tensors["kv_lora_rank"]))
-        blocks = int(seconds / (SIMULATED_START + multiply_adds / SIMULATED_RATE))
+        if variant == "flash":
+            rows, keys = flash.TILES[0].rows, flash.TILES[0].keys
+            a_row_tile = -(-num_keys // keys) * (SIMULATED_PAIR + head_dim * SIMULATED_COLUMN)
+            blocks = int(seconds / a_row_tile) * rows
+        else:
+            multiply_adds = num_keys * (head_dim + int(tensors["kv_lora_rank"]))
+            blocks = int(seconds / (SIMULATED_START + num_keys * SIMULATED_KEY + multiply_adds / SIMULATED_RATE))
         if blocks < batch * num_nodes * num_heads:
             heads = sorted({0, num_heads - 1})
             nodes = min(num_nodes, max(2, math.ceil(4 / (batch * len(heads))), blocks // (batch * len(heads))))
@@ -251,10 +294,59 @@ def _select(tensors: Tensors, seconds: float | None) -> tuple[dict[str, Any], st
     arrays["expected_lse"] = tensors["lse"][:, :nodes, heads]
     total = batch * num_nodes * num_heads
     if nodes == num_nodes and len(heads) == num_heads:
-        return arrays, f"all {total} blocks"
+        return arrays, f"all {total} rows"
     count = batch * nodes * len(heads)
-    which = f"nodes 0-{nodes - 1}, heads {' and '.join(map(str, heads))}"
-    return arrays, f"{count} of {total} blocks: {which}, all requests"
+    which = f"{_first('node', nodes)}, head{'s' * (len(heads) > 1)} {' and '.join(map(str, heads))}"
+    return arrays, f"{count} of {total} rows: {which}, all requests"
+
+
+def _check_merge_states(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """out within MERGE_BOUND * M, M being the largest element of the row's states, and half an eps of a 16-bit dtype
+    more; lse within MERGE_BOUND * max(1, |lse|). Beside an empty state, all is exact.
+
+    In units of eps, the spacing of float32 at 1: the gap d between the two lse is rounded by |d| / 2, and exp is good
+    to 2, which makes e = exp(-d) wrong by |d| / 2 + 2 of itself. The weights 1 / (1 + e) and e / (1 + e) move apart by
+    e / (1 + e)**2 of this, which with |a - b| <= 2 M shifts out by at most 1.1 M. The sum 1 + e, a division, a product
+    and the final sum round by 1/2 each, 2 M together, and the stored value by 1/2 M: 3.6 of the 4. For lse, e / (1 + e)
+    of e's error is at most 1, log1p(e) <= ln 2 is good to 2 units, 1.4, and the sum and the stored value are rounded by
+    1/2 of max(1, |lse|) each: 3.4 of the 4. A 16-bit out is rounded once more, by half an eps of its dtype at most.
+    """
+    names = ("out_a", "lse_a", "out_b", "lse_b")
+    arrays = {name: tensors[name] for name in (*names, "out", "lse")}
+    rows = arrays["lse"].size
+    checked = f"all {rows} rows"
+    if seconds is not None:
+        width = arrays["out"].shape[-1]
+        count = max(4, int(seconds / (SIMULATED_STATE + width / SIMULATED_ELEMENTS)))
+        if count < rows:
+            checked = f"{count} of {rows} rows: {_first('row', count)}"
+            arrays = {name: array.reshape(rows, *array.shape[arrays["lse"].ndim :]) for name, array in arrays.items()}
+            arrays = {name: array[:count] for name, array in arrays.items()}
+
+    def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
+        if variant == "kernel_numpy":
+            merge.mirror(*(_bits(x) for x in inputs.values()), *(_bits(x) for x in results.values()))
+        else:
+            merge.merge_states(**inputs, **results)
+
+    dtype = arrays["out_a"].dtype
+    expected = {"out": arrays["out"].astype(dtype), "lse": arrays["lse"]}
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, {name: arrays[name] for name in names}, unwritten, call)
+
+    empty = {name: np.isinf(arrays[f"lse_{name}"]) for name in "ab"}
+    states = [np.where(empty[name][..., None], 0, arrays[f"out_{name}"].astype(np.float64)) for name in "ab"]
+    size = np.max(np.abs(states), axis=(0, -1))
+    unit = np.where(size > 0, size, 1)[..., None]
+    bound = MERGE_BOUND + (0.0 if dtype == np.float32 else float(ml_dtypes.finfo(dtype).eps) / 2)
+    out = compare(result["out"] / unit, arrays["out"] / unit, name="out", max_abs=bound)
+    reports = [out, _compare_lse(result["lse"], arrays["lse"], MERGE_BOUND)]
+    alone = empty["a"] | empty["b"]
+    if alone.any():
+        reports += [
+            _exact(f"{name} beside an empty state", result[name][alone], expected[name][alone]) for name in expected
+        ]
+    return checked, tuple(reports), elapsed
 
 
 def _check_topk_logprobs(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
@@ -419,8 +511,13 @@ OPERATORS = {
             *("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude"),
             *("out", "lse"),
         ),
-        ("three_phase_numpy", "three_phase"),
+        ("three_phase_numpy", "three_phase", "flash_numpy", "flash"),
         _check_verify_attention,
+    ),
+    "merge_states": _Operator(
+        ("out_a", "lse_a", "out_b", "lse_b", "out", "lse"),
+        ("kernel_numpy", "kernel"),
+        _check_merge_states,
     ),
     "topk_logprobs": _Operator(
         ("logits", "k", "logprobs", "token_ids", "lse"),

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from ddtree_numba.attention import three_phase
-from ddtree_numba.attention.problem import make_problem
+from ddtree_numba.attention import flash, merge, three_phase
+from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device import arrays, launch
 from ddtree_numba.tree import build_frontier, build_heap, draft_tree, search, topk_rounds, topk_threshold
 
@@ -51,6 +51,7 @@ class Kernel(NamedTuple):
     bounds: tuple[int, int]  # launch bounds: threads a block, blocks a multiprocessor
     shared: int  # dynamic shared memory of a block in bytes, at the sizes that TITLE says
     float64: bool = False  # whether double precision belongs there
+    architectures: tuple[tuple[int, int], ...] = ARCHITECTURES  # that have the shared memory
 
 
 def kernels() -> Iterator[Kernel]:
@@ -59,7 +60,7 @@ def kernels() -> Iterator[Kernel]:
     So of each variant, all in one dtype and in C order stand first, then the one that is farthest from it: all strides
     free, dtypes mixed.
     """
-    return chain(attention_kernels(), topk_kernels(), build_kernels())
+    return chain(attention_kernels(), merge_kernels(), topk_kernels(), build_kernels())
 
 
 def attention_kernels() -> Iterator[Kernel]:
@@ -92,6 +93,27 @@ def attention_kernels() -> Iterator[Kernel]:
         signature = launch.signature(launch.type_keys(three_phase.arguments(problem)))
         nbytes = three_phase.shared_bytes(problem)
         yield Kernel(f"three_phase {name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes)
+        yield from flash_kernels(name, problem)
+
+
+def flash_kernels(name: str, problem: Problem) -> Iterator[Kernel]:
+    """flash in both tiles, and its combine; single elements are read with the small tiles alone."""
+    plan = flash.plan_of(problem, None, False)
+    head, tail = flash.arguments(problem, plan)
+    results = (arrays.view("workspace", np.zeros(4, np.float32)), problem.out, problem.lse)
+    signature = launch.signature(launch.type_keys((*head, *tail, *results)))
+    large_enough = tuple(cc for cc in ARCHITECTURES if cc in ((9, 0), (10, 0)))
+    tiles = {"large": (flash.LARGE, large_enough), "small": (flash.SMALL, ARCHITECTURES)}
+    for size, (tile, architectures) in tiles.items():
+        shape = plan.shape._replace(tiles=tile)
+        bounds, nbytes = (32 * tile.warps, tile.blocks), flash.shared_bytes(tile, problem.head_dim)
+        kernel = flash.make_kernel(shape)
+        if shape.wide or size == "small":
+            label = f"flash_{size} {name}"
+            yield Kernel(label, kernel, signature, bounds, nbytes, architectures=architectures)
+    signature = launch.signature(launch.type_keys((problem.cache_seqlens, *tail, np.int32(1), *results)))
+    bounds = (32 * flash.COMBINE_ROWS, 4)
+    yield Kernel(f"flash_combine {name}", flash.make_combine(plan.shape), signature, bounds, 0)
 
 
 def strided(x: np.ndarray) -> np.ndarray:
@@ -109,6 +131,24 @@ def launched(run: Any, problem: Any, room: ModuleType) -> tuple[Any, tuple[Any, 
     with mock.patch.multiple(room, launch=record, require_backend=lambda: None):
         run(problem)
     return found[0]
+
+
+def merge_kernels() -> Iterator[Kernel]:
+    """merge_states, the last with single elements for words, all strides free, dtypes mixed; the converter of lse."""
+    float32, float16, bfloat16 = DTYPES
+    layouts = [(dtype.name, np.ascontiguousarray, (dtype,) * 3) for dtype in DTYPES]
+    layouts.append(("mixed", np.ascontiguousarray, (bfloat16, float32, float16)))
+    layouts.append(("mixed, strided", strided, (bfloat16, float32, float16)))
+    for name, lay, dtypes in layouts:
+        outs = [arrays.view("out", lay(np.zeros((2, 64, 512), dtype))) for dtype in dtypes]
+        lses = [arrays.view("lse", lay(np.zeros((2, 64), np.float32))) for _ in range(3)]
+        args, _ = next(merge.launches([outs[0], lses[0], outs[1], lses[1], outs[2], lses[2]]))
+        signature = launch.signature(launch.type_keys(args))
+        yield Kernel(f"merge_states {name}", merge.kernel, signature, merge.LAUNCH_BOUNDS, 0)
+    for name, lay in (("in C order", np.ascontiguousarray), ("strided", strided)):
+        lse = arrays.view("lse", lay(np.zeros((1, 1, 64), np.float32)))
+        signature = launch.signature(launch.type_keys((lse, merge.ONE, lse)))
+        yield Kernel(f"lse {name}", merge.convert_kernel, signature, merge.LAUNCH_BOUNDS, 0)
 
 
 def topk_kernels() -> Iterator[Kernel]:
@@ -196,7 +236,7 @@ def main() -> int:
     except Exception as error:
         sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
     wanted = [cc for cc, name in zip(ARCHITECTURES, names, strict=True) if name in options.arch]
-    JOBS.extend((kernel, cc) for kernel in kernels() for cc in wanted)
+    JOBS.extend((kernel, cc) for kernel in kernels() for cc in wanted if cc in kernel.architectures)
     rows = []
     with multiprocessing.get_context("fork").Pool() as pool:  # a process a core: compiling holds the interpreter's lock
         results = pool.imap(_compile_job, range(len(JOBS)))

@@ -2,8 +2,9 @@
 
 Inputs are the same bytes on every machine and with every NumPy version: raw words of a bit generator, whose stream
 NumPy guarantees (NEP 19; distributions are not guaranteed), then integer arithmetic and single, correctly rounded IEEE
-operations. So are trees and their encodings. out, logprobs and lse are the oracle's float64 results, the first two
-rounded to float32; their last bit may depend on the BLAS or the library of mathematical functions.
+operations. So are trees and their encodings. out, logprobs and lse are the oracle's float64 results, rounded to
+float32 (but for the lse of topk_logprobs); their last bit may depend on the BLAS or the library of mathematical
+functions.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ __all__ = [
     "Case",
     "ENCODING_CASES",
     "EncodingCase",
+    "MERGE_CASES",
+    "MERGE_ROWS",
+    "MergeCase",
     "SPECIAL_ROWS",
     "TOPK_CASES",
     "TREE_CASES",
@@ -39,6 +43,7 @@ __all__ = [
     "TreeCase",
     "build",
     "build_encodings",
+    "build_merge",
     "build_topk",
     "build_trees",
     "main",
@@ -46,20 +51,26 @@ __all__ = [
 
 Tensors = dict[str, npt.NDArray[Any] | np.generic]
 
-KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64
+KV_LORA_RANK, QK_ROPE_HEAD_DIM = 512, 64  # R, P of the models; some files are narrower
 SM_SCALE = 0.14467962580268923  # Kimi K2: 192**-0.5 * (0.1 * ln 64 + 1)**2
 DRAFT_POSITIONS, CANDIDATES = 8, 8
 POISON_ROWS = 3  # capacity behind a contiguous cache's longest request
 SPARE_PAGES = 4  # pages that no table entry names
 STALE_ENTRIES = (2147480000, -1)  # behind the live entries of a table row
 ROPE_TO_LATENT = 3.0  # kpe is not normalized and is larger than ckv in real caches
-MEAN_COLUMNS = slice(0, KV_LORA_RANK, 64)  # latent columns that all keys share a mean in, as real caches do
+MEAN_COLUMNS = 8  # latent columns, evenly spaced, that all keys share a mean in, as real caches do
 MEAN_TO_LATENT = 2.0
+SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+FLOATS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One reference file: H, each request's prefix length and tree budget, the logits' target spread, the seed."""
+    """One reference file: H, each request's prefix length and tree budget, the logits' target spread, the seed.
+
+    ``head_logits``, if there, has a factor and a shift (nats) for the logits of each head. The last column of all keys
+    is then 1, so that what a query has there shifts all its logits alike.
+    """
 
     num_heads: int
     prefixes: tuple[int, ...]
@@ -68,12 +79,24 @@ class Case:
     seed: int
     latent_std: float = 1.0
     page_size: int | None = None
+    kv_lora_rank: int = KV_LORA_RANK
+    qk_rope_head_dim: int = QK_ROPE_HEAD_DIM
+    dtype: str = "float32"  # of q and the cache
+    head_logits: tuple[tuple[float, float], ...] = ()
 
     @property
     def name(self) -> str:
-        return f"verify_attn_h{self.num_heads}_p{max(self.prefixes)}_b{max(self.tree_budgets)}"
+        narrow = f"r{self.kv_lora_rank}_" if self.kv_lora_rank != KV_LORA_RANK else ""
+        sizes = f"{narrow}h{self.num_heads}_p{max(self.prefixes)}_b{max(self.tree_budgets)}"
+        marks = "_wide" * bool(self.head_logits) + f"_{SHORT[self.dtype]}" * (self.dtype != "float32")
+        return f"verify_attn_{sizes}{marks}"
 
 
+NARROW: dict[str, Any] = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+NARROWEST: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 16}
+# An ordinary head; one whose logits reach 9e3 nats on either side of 0; three whose logits lie within some 20 nats of
+# each other and far from 0, the last all below -5.9e4.
+WIDE = ((1.0, 0.0), (1000.0, 0.0), (1.0, 1e4), (1.0, -1e4), (1.0, -6e4))
 CASES = (
     # Next to uniform weights, no prefix: padded nodes see nothing at all.
     Case(num_heads=8, prefixes=(0, 0), tree_budgets=(8, 5), logit_std=0.02, seed=2, latent_std=0.2),
@@ -82,6 +105,16 @@ CASES = (
     Case(num_heads=16, prefixes=(200, 77), tree_budgets=(16, 16), logit_std=1.5, seed=4, page_size=16),
     Case(num_heads=64, prefixes=(128,), tree_budgets=(16,), logit_std=3.0, seed=5),
     Case(num_heads=64, prefixes=(2048,), tree_budgets=(16,), logit_std=4.0, seed=6),
+    # Long and odd shapes, narrow rows: what tiles and splits of the keys must get right.
+    Case(num_heads=2, prefixes=(4097,), tree_budgets=(8,), logit_std=2.0, seed=51, **NARROW),
+    Case(num_heads=1, prefixes=(20,), tree_budgets=(32,), logit_std=1.5, seed=52, **NARROW),
+    Case(num_heads=1, prefixes=(40,), tree_budgets=(64,), logit_std=1.5, seed=53, **NARROW),
+    Case(num_heads=3, prefixes=(3, 700, 0, 1300), tree_budgets=(6, 4, 6, 5), logit_std=2.0, seed=54, **NARROWEST),
+    Case(num_heads=1, prefixes=(0, 5000), tree_budgets=(3, 4), logit_std=2.0, seed=60, page_size=64, **NARROWEST),
+    # The rotary part is as wide as the latent one.
+    Case(2, prefixes=(30,), tree_budgets=(4,), logit_std=1.5, seed=56, kv_lora_rank=192, qk_rope_head_dim=192),
+    Case(num_heads=5, prefixes=(60,), tree_budgets=(4,), logit_std=3.0, seed=57, head_logits=WIDE, **NARROW),
+    Case(num_heads=9, prefixes=(150,), tree_budgets=(16,), logit_std=2.0, seed=58, dtype="bfloat16", **NARROW),
 )
 
 
@@ -91,16 +124,16 @@ def build(case: Case) -> Tensors:
     Parameters
     ----------
     case : Case
-        What to make; B = number of prefixes, Q = largest tree budget + 1, D = 576.
+        What to make; B = number of prefixes, Q = largest tree budget + 1, D = kv_lora_rank + qk_rope_head_dim.
 
     Returns
     -------
     dict of str to numpy array or scalar
-        operator : uint8 [16], ASCII; q : float32 [B, Q, H, D]; kv_cache : float32 [B, S, D], or paged
+        operator : uint8 [16], ASCII; q : `case.dtype` [B, Q, H, D]; kv_cache : `case.dtype` [B, S, D], or paged
         [num_pages, page_size, D], NaN wherever no live row stands; cache_seqlens : int32 [B]; parents, depths :
         int32 [B, Q]; num_nodes : int32 [B]; tree_mask : uint32 [B, Q, ceil(Q/32)]; block_table : int32 [B, max_pages],
         paged only; kv_lora_rank : int32; sm_scale, logit_std, logit_max, logit_magnitude : float64; out : float32
-        [B, Q, H, R]; lse : float32 [B, Q, H], in nats.
+        [B, Q, H, R], for 16-bit inputs too; lse : float32 [B, Q, H], in nats.
     """
     bits = np.random.PCG64(case.seed)
     num_requests, num_nodes = len(case.prefixes), max(case.tree_budgets) + 1
@@ -113,27 +146,33 @@ def build(case: Case) -> Tensors:
         parents[b, :n], depths[b, :n] = tree["parents"], tree["depths"]
         assert _is_real_tree(tree["parents"], tree["depths"]), f"{case.name}: request {b} needs another seed"
 
-    dim, latent = KV_LORA_RANK + QK_ROPE_HEAD_DIM, slice(0, KV_LORA_RANK)
+    dim, latent = case.kv_lora_rank + case.qk_rope_head_dim, slice(0, case.kv_lora_rank)
     scales = np.full(dim, case.latent_std * ROPE_TO_LATENT, dtype=np.float32)
     scales[latent] = case.latent_std
     means = np.zeros(dim, dtype=np.float32)
-    means[MEAN_COLUMNS] = MEAN_TO_LATENT * case.latent_std
-    means[MEAN_COLUMNS][1::2] *= -1
+    shared = slice(0, case.kv_lora_rank, case.kv_lora_rank // MEAN_COLUMNS)
+    means[shared] = MEAN_TO_LATENT * case.latent_std
+    means[shared][1::2] *= -1
     # Variance of an unscaled logit over queries of unit variance.
     variance = math.fsum(float(x) ** 2 for x in (*scales, *means))
     q_std = np.float32(case.logit_std / (SM_SCALE * math.sqrt(variance)))
 
     q = _normal(bits, (num_requests, num_nodes, case.num_heads, dim)) * q_std
     rows = [_normal(bits, (length + num_nodes, dim)) * scales + means for length in case.prefixes]
+    for h, (factor, shift) in enumerate(case.head_logits):
+        q[:, :, h] *= np.float32(factor)
+        q[:, :, h, -1] = np.float32(shift / SM_SCALE)
+        for live in rows:
+            live[:, -1] = 1
     kv_cache, block_table = _place(bits, rows, case.page_size)
 
     problem: dict[str, Any] = {
-        "q": q,
-        "kv_cache": kv_cache,
+        "q": q.astype(FLOATS[case.dtype]),
+        "kv_cache": kv_cache.astype(FLOATS[case.dtype]),
         "cache_seqlens": np.array(case.prefixes, dtype=np.int32),
         "tree_mask": _ancestor_words(parents, counts),
         "sm_scale": np.float64(SM_SCALE),
-        "kv_lora_rank": np.int32(KV_LORA_RANK),
+        "kv_lora_rank": np.int32(case.kv_lora_rank),
     }
     if block_table is not None:
         problem["block_table"] = block_table
@@ -147,6 +186,81 @@ def build(case: Case) -> Tensors:
         "num_nodes": counts,
         **statistics,
         "out": out.astype(np.float32),
+        "lse": lse.astype(np.float32),
+    }
+
+
+@dataclass(frozen=True)
+class MergeCase:
+    """One file for merge_states: the dtype of out, its shape, the seed. The first rows are those of MERGE_ROWS."""
+
+    dtype: str
+    shape: tuple[int, ...]  # [B, Q, H, R]
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"merge_states_r{self.shape[-1]}_{SHORT[self.dtype]}"
+
+
+MERGE_CASES = (
+    MergeCase("float32", shape=(2, 5, 3, 32), seed=61),
+    MergeCase("bfloat16", shape=(2, 3, 5, 48), seed=62),
+    MergeCase("float16", shape=(1, 10, 3, 16), seed=63),
+)
+INF = math.inf
+# lse of the two states in nats, by what a row is for. All are float32 numbers, but for 1e-3. inf: the state is empty.
+MERGE_ROWS: dict[str, tuple[float, float]] = {
+    "a is empty": (-INF, 1.5),
+    "b is empty": (-0.75, -INF),
+    "a is empty, +inf": (INF, -2.25),
+    "b is empty, +inf": (3.0, INF),
+    "both are empty": (-INF, -INF),
+    "both are empty, +inf": (INF, INF),
+    "both are empty, each by its sign": (INF, -INF),
+    "b is empty, a far below": (-1e5, -INF),
+    "equal": (2.5, 2.5),
+    "equal, far above": (1e5, 1e5),
+    "equal, far below": (-1e5, -1e5),
+    "1e-3 apart": (0.0, 1e-3),
+    "1 apart": (4.0, 3.0),
+    "1 apart, far above": (1e5, 1e5 + 1),
+    "1 apart, far below": (-1e5, -1e5 - 1),
+    "100 apart": (-20.0, 80.0),
+    "100 apart, the other way": (80.0, -20.0),
+    "1e4 apart": (-3.0, 9997.0),
+    "1e4 apart, the other way": (1e4, 0.0),
+    "2e5 apart": (-1e5, 1e5),
+}
+
+
+def build_merge(case: MergeCase) -> Tensors:
+    """Make the tensors of one file for merge_states.
+
+    Parameters
+    ----------
+    case : MergeCase
+        What to make. Rows behind those of `MERGE_ROWS` are ordinary ones: lse of standard deviation 3.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [12], ASCII; out_a, out_b : `case.dtype` [B, Q, H, R], NaN where the state is empty; lse_a,
+        lse_b : float32 [B, Q, H], in nats; out : float32 [B, Q, H, R], for 16-bit inputs too; lse : float32 [B, Q, H].
+    """
+    bits = np.random.PCG64(case.seed)
+    states: dict[str, npt.NDArray[Any]] = {}
+    for which, name in enumerate("ab"):
+        out, lse = _normal(bits, case.shape), _normal(bits, case.shape[:-1]) * np.float32(3)
+        special = [pair[which] for pair in MERGE_ROWS.values()]
+        lse.reshape(-1)[: len(special)] = special
+        out[np.isinf(lse)] = np.nan
+        states |= {f"out_{name}": out.astype(FLOATS[case.dtype]), f"lse_{name}": lse}
+    merged, lse = oracle.merge_states(**states)
+    return {
+        "operator": np.frombuffer(b"merge_states", dtype=np.uint8),
+        **states,
+        "out": merged.astype(np.float32),
         "lse": lse.astype(np.float32),
     }
 
@@ -228,8 +342,6 @@ TOPK_CASES = (
     TopkCase(21, k=21, dtype="bfloat16", batch=2, draft_positions=7, seed=15, special=EVERY),
 )
 LOGIT_STD = 3.0
-SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-FLOATS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def build_topk(case: TopkCase) -> Tensors:
@@ -466,6 +578,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     makers: list[tuple[str, Callable[[], Tensors]]] = [
         *((case.name, partial(build, case)) for case in CASES),
+        *((case.name, partial(build_merge, case)) for case in MERGE_CASES),
         *((case.name, partial(build_topk, case)) for case in TOPK_CASES),
         *((case.name, partial(build_trees, case)) for case in TREE_CASES),
         *((case.name, partial(build_encodings, case)) for case in ENCODING_CASES),

@@ -1,9 +1,10 @@
-"""Float64 oracles of verify_attention and topk_logprobs: each definition, written down once.
+"""Float64 oracles of verify_attention, merge_states and topk_logprobs: each definition, written down once.
 
 They share no line with the kernels and their mirrors, so that they cannot share a mistake with them. In attention there
 are no tiles, no running maximum and no packing helpers: for each node the visible rows are picked out of the cache by
 their indices, and softmax runs over exactly these. A row that a node does not see is never loaded for it, so whatever
-it holds, NaN included, cannot reach that node's result. The best tokens come from sorting all of them.
+it holds, NaN included, cannot reach that node's result. States are merged by the logistic function of the gap between
+their lse, without a maximum of the two. The best tokens come from sorting all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["logit_statistics", "topk_logprobs", "verify_attention"]
+__all__ = ["logit_statistics", "merge_states", "topk_logprobs", "verify_attention"]
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -33,6 +34,7 @@ def verify_attention(
     sm_scale: float,
     kv_lora_rank: int,
     block_table: Array | None = None,
+    part: str = "all",
 ) -> tuple[Float64, Float64]:
     """MLA attention of a draft tree in absorbed form, in float64.
 
@@ -60,11 +62,14 @@ def verify_attention(
         R, the columns that are also the value.
     block_table : int [B, max_pages], optional
         Page of each run of page_size tokens; given, the cache is paged. Only entries of visible rows are read.
+    part : {"all", "prefix", "tree"}
+        Of the visible rows, those to attend to: all, the prefix alone, or the tree's alone. `merge_states` of the last
+        two is the first.
 
     Returns
     -------
     out : float64 [B, Q, H, R]
-        Latent output; 0 for a node that sees nothing.
+        Latent output; 0 for a node that sees nothing (of this part).
     lse : float64 [B, Q, H]
         Log-sum-exp in nats; -inf for a node that sees nothing.
 
@@ -72,6 +77,8 @@ def verify_attention(
     ------
     TypeError
         q or kv_cache has none of the dtypes above, or tree_mask is neither bool nor uint32.
+    ValueError
+        part is none of the three.
 
     Notes
     -----
@@ -83,7 +90,7 @@ def verify_attention(
     out = np.zeros((*q.shape[:3], kv_lora_rank))
     lse = np.full(q.shape[:3], -np.inf)
     with np.errstate(invalid="ignore"):  # a visible NaN or inf is the caller's affair, not a warning
-        for b, i, queries, keys in _visible(q, kv_cache, cache_seqlens, tree_mask, block_table):
+        for b, i, queries, keys in _visible(q, kv_cache, cache_seqlens, tree_mask, block_table, part):
             scores = queries @ keys.T * scale
             peak = scores.max(axis=1, keepdims=True)
             weights = np.exp(scores - peak)
@@ -147,6 +154,64 @@ def logit_statistics(
     }
 
 
+def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Float64, Float64]:
+    """Attention over two disjoint sets of keys, from the attention over each, in float64.
+
+    With the weight ``w = 1 / (1 + exp(lse_b - lse_a))`` of state a::
+
+        out = w * out_a + (1 - w) * out_b
+        lse = log(exp(lse_a) + exp(lse_b))
+
+    Parameters
+    ----------
+    out_a, out_b : float [..., H, R]
+        Outputs. float16, bfloat16 (ml_dtypes), float32 or float64, not necessarily the same one.
+    lse_a, lse_b : float [..., H]
+        Log-sum-exps in nats. -inf or +inf says that the state is empty: its out is not looked at, NaN or not.
+
+    Returns
+    -------
+    out : float64 [..., H, R]
+        0 where both states are empty.
+    lse : float64 [..., H]
+        -inf where both states are empty; never +inf.
+
+    Raises
+    ------
+    TypeError
+        An argument has none of the dtypes above.
+    ValueError
+        Shapes that do not belong together.
+
+    Notes
+    -----
+    Commutative to the last bit, associative up to rounding; an empty state changes nothing. A NaN for an lse is not
+    empty: it makes its row NaN.
+
+    Source: "Attention states and recursive attention", FlashInfer's documentation; the convention that +inf is empty is
+    FlashMLA's.
+    """
+    rows = lse_a.shape, (*lse_a.shape, *out_a.shape[-1:])
+    for name, array in (("out_a", out_a), ("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        if array.dtype.name not in _FLOATS:
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be one of: {', '.join(_FLOATS)}")
+        if array.shape != rows[name.startswith("out")]:
+            raise ValueError(f"{name} has shape {array.shape}; out must be [..., H, R], lse [..., H], of both states")
+    a, log_a = _without_empty(out_a, lse_a)
+    b, log_b = _without_empty(out_b, lse_b)
+    neither = np.isneginf(log_a) & np.isneginf(log_b)
+    with np.errstate(over="ignore", invalid="ignore"):  # exp is inf, the weight 0; -inf - -inf is replaced
+        gap = np.where(neither, 0.0, log_b - log_a)
+        out = a / (1 + np.exp(gap))[..., None] + b / (1 + np.exp(-gap))[..., None]
+        return out, np.logaddexp(log_a, log_b)
+
+
+def _without_empty(out: Array, lse: Array) -> tuple[Float64, Float64]:
+    """A state in float64; where it is empty, 0 and -inf."""
+    empty = np.isinf(lse)
+    return np.where(empty[..., None], 0.0, out.astype(np.float64)), np.where(empty, -np.inf, lse.astype(np.float64))
+
+
 def topk_logprobs(logits: Array, k: int) -> tuple[Float64, npt.NDArray[np.int32], Float64]:
     """Log-probabilities and ids of the k best tokens of each row, in float64.
 
@@ -197,9 +262,16 @@ def _logsumexp(values: list[float]) -> float:
 
 
 def _visible(
-    q: Array, kv_cache: Array, cache_seqlens: Array, tree_mask: Array | None, block_table: Array | None
+    q: Array,
+    kv_cache: Array,
+    cache_seqlens: Array,
+    tree_mask: Array | None,
+    block_table: Array | None,
+    part: str = "all",
 ) -> Iterator[tuple[int, int, Float64, Float64]]:
     """Yield b, i, float64 [H, D] queries, float64 [n, D] visible rows, for each node that sees n >= 1 rows."""
+    if part not in ("all", "prefix", "tree"):
+        raise ValueError(f"part is {part!r}; it must be one of: all, prefix, tree")
     for name, array in (("q", q), ("kv_cache", kv_cache)):
         if array.dtype.name not in _FLOATS:
             raise TypeError(f"{name} has dtype {array.dtype}; it must be one of: {', '.join(_FLOATS)}")
@@ -208,9 +280,9 @@ def _visible(
     num_requests, num_nodes = q.shape[:2]
     for b in range(num_requests):
         length = int(cache_seqlens[b])
-        prefix = np.arange(length)
+        prefix = np.arange(0 if part == "tree" else length)
         for i in range(num_nodes):
-            tree = [length + j for j in range(num_nodes) if _sees(tree_mask, b, i, j)]
+            tree = [length + j for j in range(num_nodes) if part != "prefix" and _sees(tree_mask, b, i, j)]
             seen = np.concatenate([prefix, np.array(tree, dtype=prefix.dtype)])
             if seen.size == 0:
                 continue

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ddtree_numba.attention import three_phase
+from ddtree_numba.attention import flash, three_phase
 from ddtree_numba.compare import Report, compare
 from refs import oracle
 
@@ -139,7 +139,7 @@ CASES = (
 SIMULATED = tuple(case for case in CASES if case.simulate)
 
 # Sizes as models have them; for a GPU only.
-MODEL = {"R": 512, "P": 64, "simulate": False}
+MODEL: dict[str, Any] = {"R": 512, "P": 64, "simulate": False}
 FULL_CASES = (
     Case("full_float32", (1000, 37, 0), Q=17, H=16, page_size=16, logit_std=3.0, **MODEL),
     Case("full_float32_long", (3000 - 9,), Q=9, H=64, mask="bool", logit_std=4.0, **MODEL),
@@ -254,17 +254,18 @@ def as_float(x: np.ndarray) -> np.ndarray:
     return x.view(BFLOAT16) if x.dtype == np.uint16 else x
 
 
-def exact_results(inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def exact_results(inputs: dict[str, Any], part: str = "all") -> tuple[np.ndarray, np.ndarray]:
     """out and lse of the float64 oracle at the inputs as they are, rounding included."""
-    return oracle.verify_attention(**_for_oracle(inputs))
+    return oracle.verify_attention(**_for_oracle(inputs), part=part)
 
 
-def error_bound(inputs: dict[str, Any]) -> float:
-    """The derived bound on the relative Frobenius error of float32 outputs."""
+def error_bound(inputs: dict[str, Any], variant: str = "three_phase") -> float:
+    """The derived bound on the relative Frobenius error of a variant's float32 outputs."""
     statistics = oracle.logit_statistics(**_for_oracle(inputs))
     _, num_nodes, _, head_dim = inputs["q"].shape
     num_keys = int(inputs["cache_seqlens"].max(initial=0)) + num_nodes
-    return three_phase.error_bound(statistics["logit_magnitude"], num_keys, head_dim)
+    module = flash if variant.startswith("flash") else three_phase
+    return module.error_bound(statistics["logit_magnitude"], num_keys, head_dim)
 
 
 def _for_oracle(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -288,11 +289,13 @@ def compare_lse(lse: np.ndarray, exact: np.ndarray, bound: float = 1e-5, name: s
     return compare(lse / scale, exact / scale, name=name, max_abs=bound)
 
 
-def check_results(results: tuple[np.ndarray, np.ndarray], inputs: dict[str, Any]) -> None:
+def check_results(
+    results: tuple[np.ndarray, np.ndarray], inputs: dict[str, Any], variant: str = "three_phase", part: str = "all"
+) -> None:
     """Raise AssertionError unless out and lse are those of the oracle, within the bounds; empty rows exactly."""
     out, lse = results
-    exact_out, exact_lse = exact_results(inputs)
-    compare_out(out, exact_out, error_bound(inputs)).check()
+    exact_out, exact_lse = exact_results(inputs, part)
+    compare_out(out, exact_out, error_bound(inputs, variant)).check()
     compare_lse(lse, exact_lse).check()
     empty = np.isneginf(exact_lse)
     assert np.all(as_float(out)[empty] == 0), "a node that sees nothing must get 0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,6 +15,10 @@ from ddtree_numba.tree.draft_tree import DTYPES
 from refs import trees
 
 SMALL = check.REFERENCE_FOLDER / "verify_attn_h8_p1_b4.kdtr"
+BFLOAT16 = check.REFERENCE_FOLDER / "verify_attn_r32_h9_p150_b16_bf16.kdtr"
+WIDE = check.REFERENCE_FOLDER / "verify_attn_r32_h5_p60_b4_wide.kdtr"
+MERGE = check.REFERENCE_FOLDER / "merge_states_r32_f32.kdtr"
+MERGE_BFLOAT16 = check.REFERENCE_FOLDER / "merge_states_r48_bf16.kdtr"
 TOPK = check.REFERENCE_FOLDER / "topk_logprobs_v300_k1_f32.kdtr"
 TREE = check.REFERENCE_FOLDER / "build_tree_steep_l8_k8_b16.kdtr"
 ENCODINGS = check.REFERENCE_FOLDER / "tree_encodings_q8.kdtr"
@@ -35,15 +40,28 @@ def rewritten(tmp_path, source=SMALL, /, **changes):
     return path
 
 
+def variants(operator):
+    return check.OPERATORS[operator].variants
+
+
 @pytest.mark.parametrize(
-    ("path", "variant", "count"),
-    [(SMALL, "three_phase_numpy", 2), (TOPK, "threshold", 4), (TREE, "frontier_numpy", 4), (ENCODINGS, "kernels", 1)],
+    ("path", "operator"),
+    [
+        (SMALL, "verify_attention"),
+        (WIDE, "verify_attention"),
+        (MERGE, "merge_states"),
+        (MERGE_BFLOAT16, "merge_states"),
+        (TOPK, "topk_logprobs"),
+        (TREE, "build_tree"),
+        (ENCODINGS, "tree_encodings"),
+    ],
     ids=lambda x: getattr(x, "stem", ""),
 )
-def test_a_reference_file_passes(capsys, path, variant, count):
+def test_a_reference_file_passes(capsys, path, operator):
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 0
-    assert path.stem in out and variant in out and f"{count} passed, 0 failed" in out
+    assert path.stem in out and f"{len(variants(operator))} passed, 0 failed" in out
+    assert all(variant in out for variant in variants(operator))
 
 
 def test_there_are_files_for_each_operator():
@@ -55,7 +73,7 @@ def test_json_says_what_was_checked(capsys):
     code, out, _ = run(capsys, "check", SMALL, "--json", *QUICK)
     report = json.loads(out)
     assert code == 0 and report["passed"]
-    assert [row["variant"] for row in report["rows"]] == ["three_phase_numpy", "three_phase"]
+    assert [row["variant"] for row in report["rows"]] == list(variants("verify_attention"))
     for row in report["rows"]:
         out, lse = row["reports"]
         assert (out["name"], lse["name"]) == ("out", "lse")
@@ -63,11 +81,22 @@ def test_json_says_what_was_checked(capsys):
         assert lse["max_abs_error"] <= lse["max_abs"] == check.LSE_BOUND
 
 
+def test_16_bit_results_are_held_to_twice_the_error_of_casting():
+    exact = kdtr.read(BFLOAT16)["out"].astype(np.float64)
+    error = np.linalg.norm(exact.astype(ml_dtypes.bfloat16).astype(np.float64) - exact) / np.linalg.norm(exact)
+    row = next(check.check_file(BFLOAT16, None))
+    out = row.reports[0]
+    assert row.passed and row.checked == "all 153 blocks"
+    assert out.rel_frobenius == pytest.approx(2 * error) and 2e-3 < out.rel_frobenius < 4e-3
+    assert out.rel_frobenius_error == pytest.approx(error, rel=0.01), "rounded once, to bfloat16"
+
+
 def test_json_names_each_result(capsys):
-    code, out, _ = run(capsys, "check", TOPK, TREE, ENCODINGS, "--json", *QUICK)
+    code, out, _ = run(capsys, "check", MERGE, TOPK, TREE, ENCODINGS, "--json", *QUICK)
     rows = json.loads(out)["rows"]
-    assert code == 0 and len(rows) == 9
+    assert code == 0 and len(rows) == 11
     names = {row["operator"]: [report["name"] for report in row["reports"]] for row in rows}
+    assert names["merge_states"] == ["out", "lse", "out beside an empty state", "lse beside an empty state"]
     assert names["topk_logprobs"] == ["logprobs", "token_ids"]
     assert names["build_tree"] == list(DTYPES)
     # Each form of the file, and the way back from it.
@@ -79,8 +108,11 @@ def test_json_names_each_result(capsys):
     for row in rows:
         for report in row["reports"]:
             assert report["passed"] and report["num_elements"] > 0
-            bound = check.LOGPROB_BOUND if report["name"] == "logprobs" and row["operator"] == "topk_logprobs" else 0
-            assert report["max_abs_error"] <= bound
+            bounds = {
+                "topk_logprobs": {"logprobs": check.LOGPROB_BOUND},
+                "merge_states": {"out": check.MERGE_BOUND, "lse": check.MERGE_BOUND},
+            }
+            assert report["max_abs_error"] <= bounds.get(row["operator"], {}).get(report["name"], 0)
 
 
 def cells_of(out, path):
@@ -89,9 +121,14 @@ def cells_of(out, path):
 
 
 def test_the_table_says_what_was_compared(capsys):
-    _, out, _ = run(capsys, "check", SMALL, TOPK, TREE, *QUICK)
+    _, out, _ = run(capsys, "check", SMALL, MERGE, TOPK, TREE, *QUICK)
     for cells in cells_of(out, SMALL):
         assert cells[-4:-2][0] == "lse" and float(cells[-3]) <= check.LSE_BOUND
+    assert len(cells_of(out, MERGE)) == 2
+    for cells in cells_of(out, MERGE):
+        error, bound, lse = (float(cell.rstrip(",")) for cell in (cells[-8], cells[-6], cells[-4]))
+        assert error <= bound == pytest.approx(check.MERGE_BOUND, rel=0.01) and lse <= bound
+        assert cells[-5] == "lse" and cells[-3] == "exact"
     assert len(cells_of(out, TOPK)) == len(cells_of(out, TREE)) == 4
     for cells in cells_of(out, TOPK):
         error, bound = float(cells[-6]), float(cells[-4])
@@ -115,7 +152,8 @@ def test_a_part_has_at_least_four_blocks_and_is_named(path, seconds):
     if blocks == total:
         assert checked == f"all {total} blocks"
     else:
-        assert checked.startswith(f"{blocks} of {total} blocks: nodes 0-{arrays['q'].shape[1] - 1}, heads 0 and ")
+        heads = "head 0, " if tensors["q"].shape[2] == 1 else "heads 0 and "
+        assert checked.startswith(f"{blocks} of {total} blocks: nodes 0-{arrays['q'].shape[1] - 1}, {heads}")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +172,28 @@ def test_wrong_values_fail(capsys, tmp_path, name, spoil):
     path = rewritten(tmp_path, **{name: np.asarray(spoil(kdtr.read(SMALL)[name]))})
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 1
-    assert "0 passed, 2 failed" in out and "FAIL" in out
+    assert f"0 passed, {len(variants('verify_attention'))} failed" in out and "FAIL" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("out", lambda x: x * np.float32(1.005)),
+        ("lse", lambda x: x * np.float32(1 + 1e-4)),
+        ("q", lambda x: x.view(np.float16)),  # the bits, read wrongly
+        ("kv_cache", lambda x: np.nan_to_num(x[:, ::-1])),
+        ("tree_mask", lambda x: x ^ np.uint32(1)),
+    ],
+)
+def test_wrong_bfloat16_values_fail(tmp_path, name, spoil):
+    path = rewritten(tmp_path, BFLOAT16, **{name: np.ascontiguousarray(spoil(kdtr.read(BFLOAT16)[name]))})
+    assert not any(row.passed for row in check.check_file(path, 0.0))
+
+
+def test_wrong_lse_far_below_zero_fails(tmp_path):
+    """A softmax that starts from some finite number in place of -inf."""
+    path = rewritten(tmp_path, WIDE, lse=np.maximum(kdtr.read(WIDE)["lse"], np.float32(-5e4)))
+    assert not any(row.passed for row in check.check_file(path, 0.0))
 
 
 def first(x, value=None):
@@ -147,6 +206,47 @@ def first(x, value=None):
 def swapped(x):
     """A copy whose requests are in another order."""
     return np.ascontiguousarray(x[::-1])
+
+
+def changed(x, row, value):
+    """A copy with another value in a row of the first request and node: row 0 has an empty state, row 4 has two."""
+    x = np.array(x)
+    x.reshape(30, -1)[row] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("out", lambda x: x + np.float32(2e-6)),
+        ("out", lambda x: changed(x, 20, np.nan)),
+        ("out", lambda x: changed(x, 4, 1e-30)),
+        ("out", lambda x: changed(x, 0, np.nextafter(x.reshape(30, -1)[0], np.float32(9)))),
+        ("lse", lambda x: x * np.float32(1 + 1e-6)),
+        ("lse", lambda x: changed(x, 4, -1e30)),
+        ("lse", lambda x: changed(x, 4, np.inf)),
+        ("lse", lambda x: changed(x, 0, np.nextafter(x.reshape(30)[0], np.float32(9)))),
+        ("out_a", swapped),
+        ("out_b", swapped),
+        ("lse_a", lambda x: changed(x, 0, 1.0)),
+        ("lse_b", lambda x: changed(x, 20, x.reshape(30)[20] + 1)),
+    ],
+)
+def test_wrong_merged_states_fail(capsys, tmp_path, name, spoil):
+    path = rewritten(tmp_path, MERGE, **{name: spoil(kdtr.read(MERGE)[name])})
+    code, out, _ = run(capsys, "check", path)
+    assert code == 1
+    assert "0 passed, 2 failed" in out and "FAIL" in out
+
+
+def test_16_bit_merged_states_are_rounded_to_nearest(tmp_path):
+    """One unit in the last place of the largest element off is wrong."""
+    tensors = kdtr.read(MERGE_BFLOAT16)
+    out = np.array(tensors["out"])
+    at = np.unravel_index(np.argmax(np.abs(out)), out.shape)
+    out[at] *= np.float32(1 + 2**-6)
+    path = rewritten(tmp_path, MERGE_BFLOAT16, out=out)
+    assert not any(row.passed for row in check.check_file(path, None))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +316,14 @@ def test_what_is_never_written_fails(monkeypatch, operator):
         assert not row.passed and not any(row.reports)
 
 
+def test_merged_states_that_are_never_written_fail(monkeypatch):
+    monkeypatch.setattr(check.merge, "merge_states", lambda *args, **kwargs: None)
+    monkeypatch.setattr(check.merge, "mirror", lambda *args: None)
+    for path in (MERGE, MERGE_BFLOAT16):
+        for row in check.check_file(path, 0.0):
+            assert not row.passed and row.reports and not any(row.reports)
+
+
 def test_encodings_that_are_never_written_fail(monkeypatch):
     for name in ("links_from_parents", "full_mask", "dense_bias", "relabel", "tree_mask_from_bitpacked"):
         with monkeypatch.context() as patch:
@@ -256,6 +364,7 @@ def test_the_first_requests_are_a_smaller_batch(path):
 @pytest.mark.parametrize(
     ("path", "seconds", "checked"),
     [
+        (MERGE, 0.0, "4 of 30 rows: rows 0-3"),
         (TOPK, 0.0, "4 of 14 rows: request 0, positions 0-3"),
         (TOPK, 3.0, "7 of 14 rows: request 0, positions 0-6"),
         (TREE, 0.0, "12 of 51 nodes: nodes 0-3 of all requests"),
@@ -269,7 +378,7 @@ def test_a_part_is_named(path, seconds, checked):
         assert row.passed and row.checked == (f"all {total}" if row.variant.endswith("_numpy") else checked)
 
 
-@pytest.mark.parametrize("path", [TREE, ENCODINGS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [MERGE, TREE, ENCODINGS], ids=lambda path: path.stem)
 def test_without_a_budget_all_is_checked(path):
     for row in check.check_file(path, None):
         assert row.passed and row.checked.startswith("all ")
@@ -285,6 +394,7 @@ def test_files_that_cannot_be_used_fail_and_say_why(capsys, tmp_path):
         (rewritten(tmp_path, operator=None), "tensor 'operator' says ''"),
         (rewritten(tmp_path, operator=np.frombuffer(b"fly", np.uint8), q=None), "tensor 'operator' says 'fly'"),
         (rewritten(tmp_path, q=None, lse=None), "tensors are missing: q, lse"),
+        (rewritten(tmp_path, MERGE, lse_a=None), "tensors are missing: lse_a"),
         (rewritten(tmp_path, TOPK, k=None, token_ids=None), "tensors are missing: k, token_ids"),
         (rewritten(tmp_path, TREE, scores=None), "tensors are missing: scores"),
         (rewritten(tmp_path, ENCODINGS, full_mask=None), "tensors are missing: full_mask"),

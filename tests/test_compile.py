@@ -27,9 +27,21 @@ def run(*arguments):
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
-# Registers a thread, by variant: launch bounds of 1,024 threads a multiprocessor leave 64. A builder's block of 256
-# threads has one busy warp, so 128 cost it nothing: its shared memory limits the blocks first.
-REGISTERS = {"three_phase": 64, "rounds": 64, "threshold": 64, "heap": 128, "frontier": 128}
+# Registers a thread, by variant: launch bounds of 1,024 threads a multiprocessor leave 64, of 896 threads 72, of 256
+# threads all 255. A builder's block of 256 threads has one busy warp, so 128 cost it nothing: its shared memory limits
+# the blocks first.
+REGISTERS = {
+    "three_phase": 64,
+    "flash_large": 255,
+    "flash_small": 255,
+    "flash_combine": 64,
+    "merge_states": 72,
+    "lse": 72,
+    "rounds": 64,
+    "threshold": 64,
+    "heap": 128,
+    "frontier": 128,
+}
 
 
 def test_every_kernel_compiles_without_spills_and_without_float64():
@@ -37,7 +49,9 @@ def test_every_kernel_compiles_without_spills_and_without_float64():
     rows = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
     assert {row["arch"] for row in rows} == {"sm_80", "sm_90"}
-    assert len(rows) == 2 * len({row["kernel"] for row in rows})
+    for name in {row["kernel"] for row in rows}:
+        wanted = {"sm_90"} if name.startswith("flash_large") else {"sm_80", "sm_90"}  # shared memory
+        assert {row["arch"] for row in rows if row["kernel"] == name} == wanted
     assert {row["kernel"].split()[0] for row in rows} == REGISTERS.keys()
     for row in rows:
         variant = row["kernel"].split()[0]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba as dd
-from ddtree_numba.attention import three_phase
+from ddtree_numba.attention import flash, three_phase
 from ddtree_numba.attention.verify import VARIANTS
 from ddtree_numba.tree import build_frontier, build_heap, build_tree, topk_logprobs, topk_rounds, topk_threshold
 from ddtree_numba.tree.draft_tree import DTYPES
@@ -152,19 +152,26 @@ def test_files_in_backticks_exist(page):
     assert not [name for name in files if not (ROOT / name).exists() and not (PACKAGE / name).exists()]
 
 
-# The page of verify_attention
+# The pages of verify_attention and flash; test_merge_states.py has that of merge_states
 
-VERIFY = DOCS / "verify_attention.md"
+VERIFY, FLASH = DOCS / "verify_attention.md", DOCS / "flash.md"
+OPERATORS = (dd.verify_attention, dd.workspace_bytes, dd.prefix_attention, dd.verify_attention_prefix_tail)
 
 
-def test_the_signature_is_the_operators():
-    call = re.search(r"^out, lse = dd\.verify_attention\((.*?)\)$", VERIFY.read_text(encoding="utf-8"), re.M | re.S)
+def bare_signature(function: Any) -> str:
+    """Its parameters and defaults, without types."""
+    actual = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in actual.parameters.values()]
+    return f"def f{actual.replace(parameters=parameters, return_annotation=actual.empty)}: pass"
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda x: x.__name__)
+def test_the_signature_is_the_operators(operator):
+    pattern = rf"^[\w, ]+ = dd\.{operator.__name__}\((.*?)\)$"
+    call = re.search(pattern, VERIFY.read_text(encoding="utf-8"), re.M | re.S)
     assert call
     documented = ast.parse(f"def f({call[1]}): pass").body[0]
-    actual = inspect.signature(dd.verify_attention)
-    parameters = [p.replace(annotation=p.empty) for p in actual.parameters.values()]
-    expected = ast.parse(f"def f{actual.replace(parameters=parameters, return_annotation=actual.empty)}: pass").body[0]
-    assert ast.unparse(documented) == ast.unparse(expected)
+    assert ast.unparse(documented) == ast.unparse(ast.parse(bare_signature(operator)).body[0])
 
 
 def test_every_argument_is_in_the_table():
@@ -176,25 +183,66 @@ def test_every_variant_is_in_the_table():
     assert {row[0].strip('`"') for row in table_under(VERIFY, "Variants")} == set(VARIANTS)
 
 
-def test_the_phases_are_those_of_mirror_and_kernel():
-    quoted = re.findall(r"`(# Phase \d: [^`]*)`", VERIFY.read_text(encoding="utf-8"))
-    kernel = getattr(three_phase.kernel, "py_func", None) or three_phase.kernel.fn
-    for function in (three_phase.mirror, kernel):
-        assert re.findall(r"# Phase \d: .*", inspect.getsource(function)) == quoted
+def nested(source: str, *path: str) -> str:
+    """The source of a function inside another one, and so on."""
+    node: Any = ast.parse(source)
+    for name in path:
+        node = next(n for n in ast.walk(node) if isinstance(n, ast.FunctionDef) and n.name == name)
+    return str(ast.get_source_segment(source, node))
+
+
+@pytest.mark.parametrize(
+    "page, module, paths",
+    [
+        (VERIFY, three_phase, (("mirror",), ("kernel",))),
+        (FLASH, flash, (("mirror",), ("make_kernel", "kernel"))),
+    ],
+    ids=lambda x: getattr(x, "stem", ""),
+)
+def test_the_phases_are_those_of_mirror_and_kernel(page, module, paths):
+    quoted = re.findall(r"`(# Phase \d: [^`]*)`", page.read_text(encoding="utf-8"))
+    for path in paths:
+        assert re.findall(r"# Phase \d: .*", nested(inspect.getsource(module), *path)) == quoted, path
+
+
+def test_the_constants_of_flash():
+    text = " ".join(FLASH.read_text(encoding="utf-8").split())
+    assert f"parts of `CHUNK` = {flash.CHUNK:,} keys" in text
+    assert f'"Enough" is {flash.LEAST_WORK} pairs' in text
+    for name, *sizes, _ in table_under(FLASH, "Two sizes of tiles"):
+        tiles = getattr(flash, name.strip("`"))
+        found = (tiles.rows, tiles.keys, 32 * tiles.warps, tiles.blocks, tiles.max_rank)
+        assert [int(size.replace(",", "")) for size in sizes] == list(found)
+    assert f"every {flash.CHUNK:,} keys" in VERIFY.read_text(encoding="utf-8")
+
+
+def assert_errors(operator: Any, given: dict[str, Any], namespace: dict[str, Any], rows: list[list[str]]) -> None:
+    """Each row's change of the call raises what the row says."""
+    for change, exception, message in rows:
+        changes = eval(f"dict({change.strip('`')})", namespace)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            operator(**given | changes)
+        assert type(caught.value).__name__ == exception, change
+        pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
+        assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
 
 
 def test_the_table_of_errors():
     namespace: dict[str, Any] = {}
     exec(next(code for code, _ in python_blocks(VERIFY)), namespace)
     rows = table_under(VERIFY, "Errors")
-    assert len(rows) > 20
-    for change, exception, message in rows:
-        changes = eval(f"dict({change.strip('`')})", namespace)
-        with pytest.raises((TypeError, ValueError)) as caught:
-            dd.verify_attention(**namespace["given"] | changes)
-        assert type(caught.value).__name__ == exception, change
-        pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
-        assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
+    assert len(rows) > 25
+    assert_errors(dd.verify_attention, namespace["given"], namespace, rows)
+
+
+def test_the_table_of_errors_of_prefix_and_tail():
+    namespace: dict[str, Any] = {}
+    blocks = [code for code, run in python_blocks(VERIFY) if run]
+    exec(blocks[0], namespace)
+    exec(next(code for code in blocks if "tail_given =" in code), namespace)
+    rows = table_under(VERIFY, "Errors of prefix and tail")
+    assert len(rows) > 7
+    assert_errors(dd.verify_attention_prefix_tail, namespace["tail_given"], namespace, rows)
 
 
 # The pages of topk_logprobs and build_tree
@@ -224,10 +272,7 @@ def test_the_signatures_of_the_tree_operators(page):
     call = re.search(rf"^{re.escape(begin)}\((.*?)\)$", page.read_text(encoding="utf-8"), re.M | re.S)
     assert call
     documented = ast.parse(f"def f({call[1]}): pass").body[0]
-    actual = inspect.signature(operator)
-    parameters = [p.replace(annotation=p.empty) for p in actual.parameters.values()]
-    expected = ast.parse(f"def f{actual.replace(parameters=parameters, return_annotation=actual.empty)}: pass").body[0]
-    assert ast.unparse(documented) == ast.unparse(expected)
+    assert ast.unparse(documented) == ast.unparse(ast.parse(bare_signature(operator)).body[0])
 
 
 @each_tree_page
@@ -336,13 +381,7 @@ def test_the_tables_of_errors_of_the_tree_operators(page):
     namespace = run_until(page, "given") | {"dataclasses": dataclasses}
     rows = table_under(page, "Errors")
     assert len(rows) > 12
-    for change, exception, message in rows:
-        changes = eval(f"dict({change.strip('`')})", namespace)
-        with pytest.raises((TypeError, ValueError)) as caught:
-            operator(**namespace["given"] | changes)
-        assert type(caught.value).__name__ == exception, change
-        pattern = ".*".join(re.escape(part.strip()) for part in message.split("..."))
-        assert re.search(pattern, str(caught.value)), f"{change}: {caught.value}"
+    assert_errors(operator, namespace["given"], namespace, rows)
 
 
 # The rooms

@@ -267,7 +267,7 @@ def check(checker: Path, *paths: Path) -> tuple[int, list[str]]:
 
 def test_all_reference_files_pass(checker):
     code, lines = check(checker, *REFS)
-    assert code == 0 and len(lines) == len(REFS) == 6
+    assert code == 0 and len(lines) == len(REFS) == 14
     for path, line in zip(REFS, lines, strict=True):
         assert line.startswith(f"{path}  max abs ") and line.endswith("  ok")
 
@@ -282,6 +282,7 @@ def edited(source: Path, target: Path, name: str, index: tuple[int, ...], value:
 
 SMALL = ROOT / "refs" / "verify_attn_h8_p0_b8.kdtr"  # its second request has padded nodes, which see nothing
 PAGED = ROOT / "refs" / "verify_attn_h16_p200_b16.kdtr"
+BFLOAT16 = ROOT / "refs" / "verify_attn_r32_h9_p150_b16_bf16.kdtr"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,8 @@ PAGED = ROOT / "refs" / "verify_attn_h16_p200_b16.kdtr"
         (SMALL, "lse", (1, 8, 0), np.inf, "FAIL lse is off"),
         (SMALL, "lse", (1, 8, 0), np.nan, "FAIL lse is off"),
         (SMALL, "kv_cache", (0, 0, 0), 9, "out: the norm is off"),
+        (BFLOAT16, "kv_cache", (0, 3, 5), 9, "out: the norm is off, lse is off"),
+        (BFLOAT16, "q", (0, 0, 8, 47), np.nan, "FAIL out: an element is off, out: the norm is off, lse is off"),
         (PAGED, "tree_mask", (0, 5, 0), 1, "out: the norm is off, lse is off"),
         (PAGED, "sm_scale", (), 0.144, "out: the norm is off, lse is off"),
         (PAGED, "block_table", (1, 2), 24, "FAIL a table entry in use is out of range"),
@@ -315,11 +318,14 @@ def test_damage_missing_tensors_and_no_files_fail(tmp_path, checker):
     kdtr.write(tmp_path / "missing.kdtr", {name: tensors[name] for name in tensors if name != "lse"})
     kdtr.write(tmp_path / "dtype.kdtr", tensors | {"q": tensors["q"].astype(np.float16)})
     kdtr.write(tmp_path / "shape.kdtr", tensors | {"out": tensors["out"][:, :, :, :-1]})
+    narrow = dict(kdtr.read(BFLOAT16))
+    kdtr.write(tmp_path / "narrow.kdtr", narrow | {"kv_cache": narrow["kv_cache"][:, :, :-1]})
     (tmp_path / "flipped.kdtr").write_bytes(SMALL.read_bytes()[:-100] + b"\x55" + SMALL.read_bytes()[-99:])
-    names = ["missing", "dtype", "shape", "flipped", "absent"]
+    names = ["missing", "dtype", "shape", "narrow", "flipped", "absent"]
     code, lines = check(checker, *[tmp_path / f"{name}.kdtr" for name in names])
     assert code == 1
-    reasons = ["no tensor 'lse'", "tensor 'q' is float16, not float32", "another shape", "CRC-32", "No such file"]
+    reasons = ["no tensor 'lse'", "tensor 'q' is float16, not float32", "another shape", "another shape"]
+    reasons += ["CRC-32", "No such file"]
     for line, reason in zip(lines, reasons, strict=True):
         assert "  FAIL " in line and reason in line
     assert check(checker)[0] == 2

@@ -23,10 +23,16 @@ from refs import make_refs, oracle, trees
 REFS = Path(make_refs.__file__).parent
 STATISTICS = ("logit_std", "logit_max", "logit_magnitude")
 # What a mathematical library may change: results by a last bit, float64 figures by a few. All else is the same bytes.
-RESULTS = {"verify_attention": ("out", "lse"), "topk_logprobs": ("logprobs",)}
+RESULTS = {"verify_attention": ("out", "lse"), "merge_states": ("out", "lse"), "topk_logprobs": ("logprobs",)}
 FIGURES = {"verify_attention": STATISTICS, "topk_logprobs": ("lse",)}
 ARGUMENTS = ("q", "kv_cache", "cache_seqlens", "tree_mask", "sm_scale", "kv_lora_rank", "block_table")
-ALL_CASES = (*make_refs.CASES, *make_refs.TOPK_CASES, *make_refs.TREE_CASES, *make_refs.ENCODING_CASES)
+ALL_CASES = (
+    *make_refs.CASES,
+    *make_refs.MERGE_CASES,
+    *make_refs.TOPK_CASES,
+    *make_refs.TREE_CASES,
+    *make_refs.ENCODING_CASES,
+)
 
 
 def each(cases: Any) -> Any:
@@ -34,6 +40,7 @@ def each(cases: Any) -> Any:
 
 
 each_case = each(make_refs.CASES)
+each_merge_case = each(make_refs.MERGE_CASES)
 each_topk_case = each(make_refs.TOPK_CASES)
 each_tree_case = each(make_refs.TREE_CASES)
 each_encoding_case = each(make_refs.ENCODING_CASES)
@@ -59,7 +66,8 @@ def test_files_are_those_of_the_table(regenerated: Path) -> None:
     assert sorted(path.name for path in REFS.glob("*.kdtr")) == names
     assert sorted(path.name for path in regenerated.iterdir()) == names
     assert sum(path.stat().st_size for path in REFS.glob("verify_attn_*.kdtr")) <= 24e6
-    assert sum(path.stat().st_size for path in REFS.glob("[bt]*.kdtr")) <= 2e6
+    assert sum(path.stat().st_size for path in REFS.glob("verify_attn_r*.kdtr")) <= 6e6
+    assert sum(path.stat().st_size for path in REFS.glob("[bmt]*.kdtr")) <= 2e6
 
 
 def test_generator_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
@@ -91,13 +99,15 @@ def test_layout(case: make_refs.Case) -> None:
     t = stored(case)
     num_requests, num_nodes = len(case.prefixes), max(case.tree_budgets) + 1
     assert t["operator"].tobytes() == b"verify_attention"
-    assert t["q"].shape == (num_requests, num_nodes, case.num_heads, 576) and t["q"].dtype == np.float32
-    assert t["out"].shape == (num_requests, num_nodes, case.num_heads, 512) and t["out"].dtype == np.float32
+    rank, dim = case.kv_lora_rank, case.kv_lora_rank + case.qk_rope_head_dim
+    assert t["q"].shape == (num_requests, num_nodes, case.num_heads, dim) and t["q"].dtype.name == case.dtype
+    assert t["kv_cache"].shape[2] == dim and t["kv_cache"].dtype.name == case.dtype
+    assert t["out"].shape == (num_requests, num_nodes, case.num_heads, rank) and t["out"].dtype == np.float32
     assert t["lse"].shape == t["out"].shape[:3] and t["lse"].dtype == np.float32
     assert t["cache_seqlens"].tolist() == list(case.prefixes) and t["cache_seqlens"].dtype == np.int32
     assert t["num_nodes"].tolist() == [budget + 1 for budget in case.tree_budgets]
-    assert t["tree_mask"].shape == (num_requests, num_nodes, 1) and t["tree_mask"].dtype == np.uint32
-    assert (t["kv_lora_rank"].dtype, t["kv_lora_rank"].shape, int(t["kv_lora_rank"])) == (np.int32, (), 512)
+    assert t["tree_mask"].shape == (num_requests, num_nodes, -(-num_nodes // 32)) and t["tree_mask"].dtype == np.uint32
+    assert (t["kv_lora_rank"].dtype, t["kv_lora_rank"].shape, int(t["kv_lora_rank"])) == (np.int32, (), rank)
     assert (t["sm_scale"].dtype, t["sm_scale"].shape) == (np.float64, ())
     assert float(t["sm_scale"]) == pytest.approx(192**-0.5 * (0.1 * math.log(64) + 1) ** 2, rel=1e-15)
     assert ("block_table" in t) == (case.page_size is not None)
@@ -106,7 +116,7 @@ def test_layout(case: make_refs.Case) -> None:
 @each_case
 def test_live_rows_are_finite_and_all_others_poison(case: make_refs.Case) -> None:
     t = stored(case)
-    cache = t["kv_cache"]
+    cache = t["kv_cache"].astype(np.float32)
     live = np.zeros(cache.shape[:2], dtype=bool)
     for b, length in enumerate(case.prefixes):
         for position in range(length + t["q"].shape[1]):
@@ -123,14 +133,43 @@ def test_live_rows_are_finite_and_all_others_poison(case: make_refs.Case) -> Non
     assert (~live).any()
 
 
-def test_paged_file_has_shuffled_pages_and_stale_entries() -> None:
-    (case,) = (case for case in make_refs.CASES if case.page_size)
+@each([case for case in make_refs.CASES if case.page_size])
+def test_paged_file_has_shuffled_pages_and_stale_entries(case: make_refs.Case) -> None:
     t = stored(case)
     table, num_pages = t["block_table"], t["kv_cache"].shape[0]
     invalid = (table < 0) | (table >= num_pages)
     assert set(table[invalid].tolist()) == {2147480000, -1} and invalid.any(axis=1).all()
     assert len(table[~invalid]) < num_pages
-    assert (np.diff(table[0][~invalid[0]]) < 0).any()
+    longest = int(np.argmax(case.prefixes))
+    assert (np.diff(table[longest][~invalid[longest]]) < 0).any()
+
+
+def test_files_hold_long_and_odd_shapes() -> None:
+    narrow = [case for case in make_refs.CASES if case.kv_lora_rank != 512]
+    assert {max(case.tree_budgets) + 1 for case in narrow} >= {17, 33, 65}
+    assert max(max(case.prefixes) for case in narrow if case.page_size is None) == 4097
+    assert {(min(case.prefixes), max(case.prefixes), case.page_size) for case in narrow} >= {(0, 5000, 64)}
+    assert any(len(case.prefixes) >= 4 and 0 in case.prefixes and max(case.prefixes) > 1000 for case in narrow)
+    assert any(case.kv_lora_rank == case.qk_rope_head_dim == 192 for case in narrow)
+    assert any(case.dtype == "bfloat16" and case.num_heads % 2 for case in narrow)
+    assert all((REFS / f"{case.name}.kdtr").stat().st_size < 1e6 for case in narrow)
+
+
+def test_wide_file_has_rows_of_logits_far_from_zero() -> None:
+    (case,) = (case for case in make_refs.CASES if case.head_logits)
+    t = stored(case)
+    num_heads = t["q"].shape[2]
+    found: list[list[float]] = [[] for _ in range(num_heads)]
+    plain = t | {"sm_scale": float(t["sm_scale"]), "tree_mask": unpacked(t["tree_mask"])}
+    for b, i, h in np.ndindex(*t["q"].shape[:3]):
+        found[h] += logits(plain, b, i, h)
+    ordinary, spread, above, below, far_below = (np.array(x) for x in found)
+    assert np.abs(ordinary).max() < 20 and 2 < ordinary.std() < 4
+    assert 2000 < spread.std() < 4000 and 7e3 < np.abs(spread).max() < 2e4 and (spread > 0).any()
+    assert above.min() > 9.9e3 and below.max() < -9.9e3 and far_below.max() < -5e4
+    # Close to each other, so that several keys have weight.
+    assert all(2 < x.std() < 4 for x in (above, below, far_below))
+    assert (t["lse"][:, :, 4] < -5e4).all()
 
 
 @each_case
@@ -148,7 +187,8 @@ def test_trees_are_real_and_mask_and_depths_follow_parents(case: make_refs.Case)
         assert parents[0] == -1 and depths[0] == 0
         assert parents[count:] == [-1] * (num_nodes - count) and depths[count:] == [0] * (num_nodes - count)
         sees += [set()] * (num_nodes - count)
-        assert [int(word) for word in t["tree_mask"][b, :, 0]] == [sum(2**j for j in row) for row in sees]
+        packed_rows = [sum(int(word) << 32 * n for n, word in enumerate(words)) for words in t["tree_mask"][b]]
+        assert packed_rows == [sum(2**j for j in row) for row in sees]
         leaves = count - len(set(parents[1:count]))
         branching = [i for i in range(count) if parents.count(i) >= 2]
         assert leaves >= 2 and 2 <= max(depths) <= 8
@@ -160,11 +200,13 @@ def test_trees_are_real_and_mask_and_depths_follow_parents(case: make_refs.Case)
 @each_case
 def test_statistics_say_what_the_logits_are(case: make_refs.Case) -> None:
     t = stored(case)
-    assert float(t["logit_std"]) == pytest.approx(case.logit_std, rel=0.15)
+    factors, shifts = np.array(case.head_logits or [(1.0, 0.0)]).T
+    spread = math.sqrt(np.mean((factors * case.logit_std) ** 2 + shifts**2) - np.mean(shifts) ** 2)
+    assert float(t["logit_std"]) == pytest.approx(spread, rel=0.15)
     found = oracle.logit_statistics(**{name: t[name] for name in ARGUMENTS if name in t})
     assert found == {name: pytest.approx(float(t[name]), rel=1e-12) for name in STATISTICS}
     # Real caches have a mean, which outputs keep while the rest averages out.
-    latent = t["kv_cache"][..., :512]
+    latent = t["kv_cache"][..., : case.kv_lora_rank].astype(np.float64)
     means = np.abs(np.nanmean(latent, axis=(0, 1), dtype=np.float64))
     assert means.max() > 0.5 * case.latent_std
 
@@ -180,6 +222,58 @@ def test_some_nodes_see_nothing_and_some_only_the_prefix() -> None:
         empty += int(nothing.sum())
         prefix_only += int((blind & ~nothing).sum())
     assert empty and prefix_only
+
+
+# Files of merge_states
+
+
+@each_merge_case
+def test_layout_of_merge_files(case: make_refs.MergeCase) -> None:
+    t = stored(case)
+    assert t["operator"].tobytes() == b"merge_states"
+    for name, dtype in (("out_a", case.dtype), ("out_b", case.dtype), ("out", "float32")):
+        assert (t[name].dtype.name, t[name].shape) == (dtype, case.shape), name
+    for name in ("lse_a", "lse_b", "lse"):
+        assert (t[name].dtype.name, t[name].shape) == ("float32", case.shape[:-1]), name
+    assert (REFS / f"{case.name}.kdtr").stat().st_size < 3e4
+
+
+@each_merge_case
+def test_merge_files_hold_what_the_definition_says(case: make_refs.MergeCase) -> None:
+    t = stored(case)
+    for row in np.ndindex(*case.shape[:-1]):
+        states = [(float(t[f"lse_{x}"][row]), t[f"out_{x}"][row].astype(np.float64)) for x in "ab"]
+        for lse, out in states:
+            assert np.isnan(out).all() if math.isinf(lse) else np.isfinite(out).all()
+        states = [(lse, out) for lse, out in states if not math.isinf(lse)]
+        if not states:
+            assert t["lse"][row] == -np.inf and (t["out"][row] == 0).all()
+            continue
+        top = max(lse for lse, _ in states)
+        total = math.fsum(math.exp(lse - top) for lse, _ in states)
+        mean = sum(math.exp(lse - top) / total * out for lse, out in states)
+        np.testing.assert_allclose(t["out"][row], mean, rtol=0, atol=3e-7)
+        assert t["lse"][row] == pytest.approx(top + math.log(total), rel=1e-7, abs=1e-7)
+
+
+def test_merge_files_hold_each_difficulty() -> None:
+    assert {case.dtype for case in make_refs.MERGE_CASES} == {"float32", "bfloat16", "float16"}
+    for case in make_refs.MERGE_CASES:
+        t = stored(case)
+        a, b = t["lse_a"].ravel(), t["lse_b"].ravel()
+        for x, y in ((a, b), (b, a)):
+            assert ((x == -np.inf) & np.isfinite(y)).any() and ((x == np.inf) & np.isfinite(y)).any()
+        for x, y in ((-np.inf, -np.inf), (np.inf, np.inf), (np.inf, -np.inf)):
+            assert ((a == x) & (b == y)).any()
+        both = np.isfinite(a) & np.isfinite(b)
+        a, b = a[both].astype(np.float64), b[both].astype(np.float64)
+        for gap in (0, 1e-3, 1, 100, 1e4):
+            assert np.isclose(np.abs(a - b), gap, rtol=1e-6, atol=0).any(), gap
+        for size in (1e5, -1e5):
+            assert ((np.abs(a - size) < 2) & (np.abs(b - size) < 2) & (a != b)).any()
+        assert ((a > b) & (np.abs(a) < 10)).any() and ((a < b) & (np.abs(a) < 10)).any()
+        ordinary = t["lse_a"].ravel()[len(make_refs.MERGE_ROWS) :]
+        assert len(ordinary) >= 8 and 1 < ordinary.std() < 6
 
 
 # Files of topk_logprobs
@@ -488,6 +582,12 @@ def logits(t: dict[str, Any], b: int, i: int, h: int) -> list[float]:
     return [t["sm_scale"] * sum(x * y for x, y in zip(q, row, strict=True)) for row in visible_rows(t, b, i)]
 
 
+def unpacked(words: np.ndarray) -> np.ndarray:
+    """bool [B, Q, Q] of uint32 [B, Q, ceil(Q/32)]."""
+    num_nodes = words.shape[1]
+    return np.stack([words[..., j // 32] >> np.uint32(j % 32) & np.uint32(1) == 1 for j in range(num_nodes)], axis=-1)
+
+
 def packed(mask: np.ndarray) -> np.ndarray:
     words = np.zeros((*mask.shape[:2], -(-mask.shape[2] // 32)), dtype=np.uint32)
     for b, i, j in np.argwhere(mask):
@@ -595,6 +695,50 @@ def test_oracle_of_no_request() -> None:
     assert out.shape == (0, 5, 2, 4) and lse.shape == (0, 5, 2)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_oracle_of_a_part_sees_that_part_alone(paged: bool) -> None:
+    t = problem(23, paged=paged)
+    blind = t | {"tree_mask": np.zeros_like(t["tree_mask"])}
+    for got, want in zip(oracle.verify_attention(**t, part="prefix"), oracle.verify_attention(**blind), strict=True):
+        assert got.tobytes() == want.tobytes()
+    out, lse = oracle.verify_attention(**t, part="tree")
+    for b, i, h in np.ndindex(*lse.shape):
+        length = int(t["cache_seqlens"][b])
+        seen = int(t["tree_mask"][b, i].sum())
+        scores, rows = logits(t, b, i, h)[length:], visible_rows(t, b, i)[length:]
+        assert len(scores) == len(rows) == seen
+        if not seen:
+            assert lse[b, i, h] == -np.inf and (out[b, i, h] == 0).all()
+            continue
+        weights = [math.exp(s) for s in scores]
+        assert lse[b, i, h] == pytest.approx(math.log(sum(weights)), rel=1e-13, abs=1e-13)
+        expected = np.average(rows, axis=0, weights=weights)[:4]
+        np.testing.assert_allclose(out[b, i, h], expected, rtol=1e-12, atol=1e-13)
+    with pytest.raises(ValueError, match="part is 'root'; it must be one of: all, prefix, tree"):
+        oracle.verify_attention(**t, part="root")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("sm_scale", [0.02, 0.7, 300.0])
+def test_oracle_prefix_and_tree_merge_to_the_whole(sm_scale: float, paged: bool) -> None:
+    t = problem(24, paged=paged) | {"sm_scale": sm_scale}
+    whole = oracle.verify_attention(**t)
+    parts = [oracle.verify_attention(**t, part=part) for part in ("prefix", "tree")]
+    assert any(np.isneginf(lse).any() and np.isfinite(lse).any() for _, lse in parts)
+    for got, want in zip(oracle.merge_states(*parts[0], *parts[1]), whole, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@each([case for case in make_refs.CASES if case.kv_lora_rank != 512])
+def test_prefix_and_tree_of_files_merge_to_the_expected_values(case: make_refs.Case) -> None:
+    t = stored(case)
+    arguments = {name: t[name] for name in ARGUMENTS if name in t}
+    parts = [oracle.verify_attention(**arguments, part=part) for part in ("prefix", "tree")]
+    out, lse = oracle.merge_states(*parts[0], *parts[1])
+    np.testing.assert_allclose(out, t["out"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse, t["lse"], rtol=1e-6, atol=1e-6)
+
+
 def test_oracle_refuses_dtypes_that_it_would_misread() -> None:
     t = problem(20)
     for function in (oracle.verify_attention, oracle.logit_statistics):
@@ -633,3 +777,99 @@ def test_logit_statistics_of_nothing() -> None:
     t = problem(22)
     blind = t | {"cache_seqlens": np.zeros(3, np.int32), "tree_mask": np.zeros_like(t["tree_mask"])}
     assert set(oracle.logit_statistics(**blind).values()) == {0.0}
+
+
+# Oracle of merge_states
+
+
+def states(seed: int, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Attention states [4, 3, 5], [4, 3]: lse far apart and close, one state in five empty."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        lse = rng.choice([0.0, 1e-3, 30.0, -1e5, 1e5], size=(4, 3)) + rng.standard_normal((4, 3))
+        lse[rng.random((4, 3)) < 0.2] = rng.choice([-np.inf, np.inf])
+        out = rng.standard_normal((4, 3, 5))
+        out[np.isinf(lse)] = np.nan
+        found.append((out, lse))
+    return found
+
+
+def test_merge_oracle_by_hand() -> None:
+    out_a, out_b = np.array([[1.0, 0.0]]), np.array([[0.0, 4.0]])
+    for base in (0.0, 700.0, -900.0):  # exp of the last two is inf or 0
+        lse_a, lse_b = np.array([base + math.log(3)]), np.array([base])
+        out, lse = oracle.merge_states(out_a, lse_a, out_b, lse_b)
+        assert out.dtype == lse.dtype == np.float64
+        assert out.ravel().tolist() == pytest.approx([0.75, 1.0], rel=1e-12)
+        assert lse.tolist() == pytest.approx([base + math.log(4)], rel=1e-15)
+
+
+def test_merge_oracle_of_softmax_over_parts() -> None:
+    rng = np.random.default_rng(31)
+    scores, values = 3 * rng.standard_normal(20), rng.standard_normal((20, 5))
+
+    def state(part: slice) -> tuple[np.ndarray, np.ndarray]:
+        weights = np.exp(scores[part])
+        return weights @ values[part] / weights.sum(), np.log(weights.sum())
+
+    whole = state(slice(None))
+    for border in (1, 7, 19):
+        merged = oracle.merge_states(*state(slice(border)), *state(slice(border, None)))
+        np.testing.assert_allclose(merged[0], whole[0], rtol=1e-12)
+        np.testing.assert_allclose(merged[1], whole[1], rtol=1e-14)
+
+
+def test_merge_oracle_commutes_and_associates() -> None:
+    for seed in range(20):
+        a, b, c = states(seed, 3)
+        for got, want in zip(oracle.merge_states(*a, *b), oracle.merge_states(*b, *a), strict=True):
+            assert got.tobytes() == want.tobytes()
+        left = oracle.merge_states(*oracle.merge_states(*a, *b), *c)
+        right = oracle.merge_states(*a, *oracle.merge_states(*b, *c))
+        for got, want in zip(left, right, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-10)  # an lse of 1e5 is rounded by 7e-12
+
+
+@pytest.mark.parametrize("nothing", [-np.inf, np.inf])
+def test_merge_oracle_has_an_identity(nothing: float) -> None:
+    ((out, lse),) = states(32, 1)
+    seen = np.isfinite(lse)
+    wanted = np.where(seen[..., None], out, 0), np.where(seen, lse, -np.inf)
+    empty = np.full_like(out, np.nan), np.full_like(lse, nothing)
+    for merged in (oracle.merge_states(out, lse, *empty), oracle.merge_states(*empty, out, lse)):
+        for got, want in zip(merged, wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+    assert seen.any() and not seen.all()
+
+
+def test_merge_oracle_keeps_a_nan_in_its_row() -> None:
+    out, lse = np.ones((3, 1, 2)), np.zeros((3, 1))
+    lse[0], out[1, 0, 1] = np.nan, np.nan
+    merged, log = oracle.merge_states(np.ones((3, 1, 2)), np.zeros((3, 1)), out, lse)
+    assert np.isnan(merged).tolist() == [[[True, True]], [[False, True]], [[False, False]]]
+    assert np.isnan(log).tolist() == [[True], [False], [False]]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_merge_oracle_takes_each_float_exactly(dtype: Any) -> None:
+    (out_a, lse_a), (out_b, lse_b) = states(33, 2)
+    narrow = [out_a.astype(dtype), lse_a.astype(np.float32), out_b.astype(dtype), lse_b.astype(np.float32)]
+    wide = [x.astype(np.float64) for x in narrow]
+    for got, want in zip(oracle.merge_states(*narrow), oracle.merge_states(*wide), strict=True):
+        assert got.tobytes() == want.tobytes()
+
+
+def test_merge_oracle_refuses_what_it_would_misread() -> None:
+    given = {
+        "out_a": np.ones((2, 3, 4)),
+        "lse_a": np.ones((2, 3)),
+        "out_b": np.ones((2, 3, 4)),
+        "lse_b": np.ones((2, 3)),
+    }
+    for name, array in given.items():
+        with pytest.raises(TypeError, match=f"{name} has dtype uint16"):
+            oracle.merge_states(**given | {name: array.astype(np.uint16)})
+    for name, shape in (("out_b", (2, 3, 5)), ("lse_b", (3,)), ("out_a", (3, 4)), ("out_b", (1, 3, 4))):
+        with pytest.raises(ValueError, match="has shape"):
+            oracle.merge_states(**given | {name: np.ones(shape)})

@@ -16,36 +16,79 @@ import numpy as np
 import pytest
 
 import ddtree_numba as dd
+from ddtree_numba.attention import flash
+from refs import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "profiling"))
 
+import bench_attention_error  # noqa: E402
+import bench_merge_states  # noqa: E402
 import bench_trees  # noqa: E402
+import bench_verify_attention  # noqa: E402
 import tables  # noqa: E402
 
 ROWS = tables.read_rows()
 TREE_ROWS = tables.tree_rows()
+ERROR_ROWS, MERGE_ROWS = tables.read_rows(tables.ERRORS), tables.read_rows(tables.MERGES)
 needs_tree_rows = pytest.mark.skipif(not TREE_ROWS, reason=f"{tables.TREES.name} is not measured yet")
+needs_error_rows = pytest.mark.skipif(not ERROR_ROWS, reason=f"{tables.ERRORS.name} is not measured yet")
+needs_merge_rows = pytest.mark.skipif(not MERGE_ROWS, reason=f"{tables.MERGES.name} is not measured yet")
+each_theme = pytest.mark.parametrize("theme", ["light", "dark"])
 
 
 def words(path):
     return " ".join((ROOT / path).read_text(encoding="utf-8").split())
 
 
-def test_readme_quotes_the_measurement():
-    assert tables.readme_sentence(ROWS) in words("README.md")
+@pytest.mark.parametrize("quote", tables.QUOTES, ids=lambda quote: f"{quote.page}-{quote.name}")
+def test_the_pages_quote_the_measurements(quote):
+    found = tables.between_marks(quote.name).findall((ROOT / quote.page).read_text(encoding="utf-8"))
+    assert len(found) == 1
+    if quote.path.exists():
+        assert found[0][1] == quote.text() + "\n", "python profiling/tables.py --write"
+    else:
+        assert found[0][1] == ""
 
 
-def test_numerics_quotes_the_measurement():
-    assert tables.numerics_table(ROWS) in (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['case']}-{row['B']}-{row['dtype']}-{row['variant']}")
-def test_rows_say_what_was_measured_and_on_what(row):
+def assert_measured(row):
+    """It says on what, and was right."""
     assert row["right"] == "True"
     assert len(row["commit"]) == 40 and row["driver"] and row["gpu"] and int(row["sm_clock_mhz"]) > 0
-    if row["variant"] == "three_phase":
+
+
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: "-".join(row.get(name, "") for name in ("case", "B", "dtype", "variant", "splits"))
+)
+def test_rows_say_what_was_measured_and_on_what(row):
+    assert_measured(row)
+    assert float(row["microseconds"]) > 0 and float(row["tflops"]) > 0
+    if row["variant"] != "torch_eager":
         assert float(row["rel_frobenius"]) <= float(row["bound"]) and float(row["lse_error"]) <= 1e-5
+
+
+def test_flash_is_the_faster_variant_wherever_both_were_measured():
+    """What docs/verify_attention.md says of the rule of ``auto``."""
+    for case in tables.problems(ROWS):
+        if {"flash", "three_phase"} <= set(case):
+            assert float(case["flash"]["microseconds"]) < float(case["three_phase"]["microseconds"]), case["flash"]
+
+
+@needs_error_rows
+def test_errors_are_below_their_bounds():
+    for row in ERROR_ROWS:
+        assert_measured(row)
+        assert not row["bound"] or float(row["rel_frobenius"]) <= float(row["bound"])
+    variants = {row["variant"] for row in ERROR_ROWS}
+    assert variants == {"flash", "three_phase", "torch_eager", "naive"}
+
+
+@needs_merge_rows
+def test_merge_rows_say_what_was_measured_and_on_what():
+    for row in MERGE_ROWS:
+        if row["variant"] == "merge_states" or not row["note"]:
+            assert_measured(row)
+            assert float(row["microseconds"]) > 0 and int(row["repeats"]) >= 30
 
 
 @needs_tree_rows
@@ -76,7 +119,7 @@ def test_tree_rows_say_what_was_measured_and_on_what():
         assert say(TREE_ROWS)
 
 
-# The measuring, on NumPy arrays
+# The measuring of trees, on NumPy arrays
 
 
 class Numpy:
@@ -242,7 +285,7 @@ def test_measuring_says_that_it_needs_a_gpu(capsys):
     assert "there is none" in capsys.readouterr().err
 
 
-# The sentences, tables and figure, from made-up times
+# The sentences, tables and figure of trees, from made-up times
 
 SAY = (tables.build_sentence, tables.topk_sentence, tables.chain_sentence, tables.build_table, tables.topk_table)
 
@@ -318,8 +361,303 @@ def test_the_figure_of_build_times(made_up, tmp_path):
 
 
 @needs_tree_rows
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@each_theme
 def test_the_committed_figure_shows_the_committed_measurements(theme):
     svg = ROOT / "docs" / "figures" / f"build_tree_{theme}.svg"
     assert shown(svg) == hashlib.sha256(tables.TREES.read_bytes()).hexdigest()
+    assert svg.with_suffix(".png").stat().st_size > 10_000
+
+
+# The measuring of attention, on NumPy arrays
+
+
+class Attention:
+    """Stands in for the Gpu of both benchmarks of attention: NumPy, the simulator, and times that are made up."""
+
+    repeats = 30
+
+    def __init__(self):
+        self.timed = []
+
+    def inputs(self, case):
+        (batch, num_heads, num_nodes, prefix), width = case.shape, bench_verify_attention.HEAD_DIM
+        random = np.random.default_rng(0)
+        dtype = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.float32
+        q = random.normal(0, case.logit_std / (dd.KIMI_K2_SM_SCALE * width**0.5), (batch, num_nodes, num_heads, width))
+        return {
+            "q": q.astype(dtype),
+            "kv_cache": random.normal(0, 1, (batch, prefix + num_nodes, width)).astype(dtype),
+            "cache_seqlens": np.array(case.prefixes or [prefix] * batch, np.int32),
+            "tree_mask": dd.mask_from_parents(bench_verify_attention.random_parents(batch, num_nodes)),
+        }
+
+    def results(self, inputs):
+        shape = (*inputs["q"].shape[:3], bench_verify_attention.KV_LORA_RANK)
+        return {"out": np.empty(shape, inputs["q"].dtype), "lse": np.empty(shape[:3], np.float32)}
+
+    def scores(self, *shape):
+        return np.empty(shape, np.float32)
+
+    def exact(self, inputs, sm_scale):
+        given = {**inputs, "sm_scale": sm_scale, "kv_lora_rank": bench_verify_attention.KV_LORA_RANK}
+        return *oracle.verify_attention(**given), oracle.logit_statistics(**given)["logit_magnitude"]
+
+    def eager(self, inputs, sm_scale):
+        out, lse, _ = self.exact(inputs, sm_scale)
+        return lambda: (out.astype(inputs["q"].dtype), lse.astype(np.float32))
+
+    def errors(self, found, exact):
+        difference = found[0].astype(np.float64) - exact[0]
+        of_lse = np.abs(found[1] - exact[1]) / np.maximum(1, np.abs(exact[1]))
+        rel = np.linalg.norm(difference) / np.linalg.norm(exact[0])
+        found = {"rel_frobenius": rel, "max_abs": np.abs(difference).max(), "lse_error": of_lse.max()}
+        return {name: float(error) for name, error in found.items()}
+
+    def cast(self, x, dtype):
+        return x.astype(dtype)
+
+    def time(self, call):
+        self.timed.append(call)
+        return {"microseconds": "8.0", "spread_microseconds": "0.5"}
+
+    def machine(self):
+        return dict.fromkeys(bench_trees.MACHINE, "some")
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Attention at widths and sizes for the simulator."""
+    monkeypatch.setattr(bench_verify_attention, "KV_LORA_RANK", 32)
+    monkeypatch.setattr(bench_verify_attention, "HEAD_DIM", 48)
+    monkeypatch.setattr(bench_attention_error, "NUM_HEADS", 1)
+    monkeypatch.setattr(bench_attention_error, "NUM_NODES", 2)
+    monkeypatch.setattr(bench_attention_error, "THREADS", 16)
+
+
+def test_the_whole_measurement_of_one_problem_on_numpy(narrow, tmp_path):
+    gpu, ways, tiles = Attention(), tuple(bench_verify_attention.WAYS), flash.TILES
+    case = bench_verify_attention.Case((2, 1, 3, 20), "float32", ways=ways, prefixes=(20, 4))
+    made = list(bench_verify_attention.case_rows(gpu, case))
+    assert [row["right"] for row in made] == [True] * (len(ways) - 1), made
+    tables.write_rows(tmp_path / "rows.csv", made, bench_verify_attention.FIELDS)
+    rows = tables.read_rows(tmp_path / "rows.csv")
+    # The simulator's tiles are as small as the smaller ones, so flash_small would be the same again.
+    assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] != "flash_small"]
+    assert [row["tiles"] for row in rows] == ["", "16x16", "16x16", "16x16", ""]
+    work = 2 * 3 * (23 + 7) * (48 + 32)
+    assert all(row["tflops"] == f"{work / 8e6:.2f}" for row in rows)
+    assert {row["case"] for row in rows} == {"logit std 2, ragged"} and {row["prefix"] for row in rows} == {"20"}
+    assert bench_verify_attention.line(made[0])
+    assert flash.TILES is tiles and flash.make_plan.__module__ == flash.__name__
+
+
+def test_bfloat16_is_held_to_the_rounding_of_the_exact_result(narrow):
+    case = bench_verify_attention.Case((1, 1, 2, 5), "bfloat16", ways=(("flash", "even"), ("torch_eager", "")))
+    rows = list(bench_verify_attention.case_rows(Attention(), case))
+    assert [row["right"] for row in rows] == [True, True]
+    assert all(1e-3 < float(row["bound"]) < 5e-3 for row in rows)
+
+
+@pytest.mark.parametrize("result, wrong", [("out", np.nan), ("lse", np.nan), ("out", 1e-4), ("lse", 1e-4)])
+def test_wrong_attention_is_not_timed(narrow, monkeypatch, result, wrong):
+    verify_attention = dd.verify_attention
+
+    def changed(*args, **kwargs):
+        results = verify_attention(*args, **kwargs)
+        kwargs[result][0, -1, -1] += wrong
+        return results
+
+    monkeypatch.setattr(dd, "verify_attention", changed)
+    gpu, case = Attention(), bench_verify_attention.Case((1, 1, 2, 5), "float32", ways=(("flash", "even"),))
+    (row,) = bench_verify_attention.case_rows(gpu, case)
+    assert row["right"] is False and "microseconds" not in row and not gpu.timed and row["rel_frobenius"]
+
+
+def test_attention_that_fails_does_not_cost_the_others(narrow, monkeypatch):
+    monkeypatch.setattr(dd, "verify_attention", lambda **kwargs: 1 / 0)
+    case = bench_verify_attention.Case((1, 1, 2, 5), "float32", ways=(("flash", "even"), ("torch_eager", "")))
+    rows = list(bench_verify_attention.case_rows(Attention(), case))
+    assert [row["right"] for row in rows] == [False, True] and rows[0]["note"].startswith("ZeroDivisionError")
+    assert bench_verify_attention.line(rows[0]).endswith("WRONG")
+
+
+def test_the_reference_files_that_are_timed_have_the_models_widths():
+    names = [path.stem for path in bench_verify_attention.files()]
+    assert names and all(re.fullmatch(r"verify_attn_h\d+_p\d+_b\d+", name) for name in names)
+
+
+def test_the_measurement_of_errors_on_numpy(narrow):
+    rows = list(bench_attention_error.error_rows(Attention(), 20, 2.0))
+    assert [row["variant"] for row in rows] == list(bench_attention_error.VARIANTS)
+    assert all(row["right"] for row in rows), rows
+    assert all(row.keys() <= set(bench_attention_error.FIELDS) and bench_attention_error.line(row) for row in rows)
+
+
+def test_an_error_above_its_bound_is_seen(narrow, monkeypatch):
+    monkeypatch.setattr(flash, "error_bound", lambda *args: 1e-9)
+    rows = {row["variant"]: row for row in bench_attention_error.error_rows(Attention(), 20, 2.0)}
+    assert rows["flash"]["right"] is False and rows["three_phase"]["right"]
+
+
+@pytest.mark.skipif(not bench_trees.runtime.SIMULATOR, reason="there is a GPU")
+@pytest.mark.parametrize("script", [bench_verify_attention, bench_attention_error], ids=lambda s: s.__name__)
+def test_measuring_attention_says_that_it_needs_a_gpu(script, capsys):
+    assert script.main([]) == 2
+    assert "there is none" in capsys.readouterr().err
+
+
+# The sentences, tables and figures of attention, from made-up times
+
+
+@pytest.fixture
+def made_up_attention(tmp_path):
+    """verify_attention.csv and attention_error.csv as the benchmarks write them, of made-up numbers."""
+    rows = []
+    for case in bench_verify_attention.CASES:
+        (batch, num_heads, num_nodes, prefix), known = case.shape, {"case": case.name, "dtype": case.dtype}
+        work = bench_verify_attention.flops(num_heads, num_nodes, list(case.prefixes) or [prefix] * batch)
+        known |= {"B": batch, "H": num_heads, "Q": num_nodes, "prefix": prefix, "right": True, "gpu": "some GPU"}
+        for variant, splits in case.ways:
+            if variant == "three_phase" and work > bench_verify_attention.THREE_PHASE_FLOPS:
+                continue
+            speed = {"three_phase": 4, "flash": 16 if splits == "1" else 32, "flash_small": 26, "torch_eager": 25}[
+                variant
+            ]
+            row = {**known, "variant": variant, "splits": splits, "tflops": f"{speed:.2f}"}
+            row |= {"tiles": "64x32" if variant == "flash" else "", "microseconds": f"{work / speed / 1e6:.1f}"}
+            row |= {"rel_frobenius": "2.000e-06" if variant == "torch_eager" else "5.000e-07", "bound": "1.500e-06"}
+            rows.append(row | {"max_abs": "1.000e-06", "lse_error": "1.000e-07"})
+    tables.write_rows(tmp_path / "verify_attention.csv", rows, bench_verify_attention.FIELDS)
+    rows = []
+    for logit_std in bench_attention_error.LOGIT_STDS:
+        for keys in bench_attention_error.KEYS:
+            for n, variant in enumerate(bench_attention_error.VARIANTS):
+                if variant == "three_phase" and not bench_attention_error.fits(keys):
+                    continue
+                row = {
+                    "keys": keys,
+                    "logit_std": f"{logit_std:g}",
+                    "variant": variant,
+                    "gpu": "some GPU",
+                    "right": True,
+                }
+                row["rel_frobenius"] = f"{1e-7 * (1 + n) * keys**0.1:.3e}"
+                rows.append(row | {"bound": "" if variant == "torch_eager" else f"{1e-6 * (1 + n):.3e}"})
+    tables.write_rows(tmp_path / "attention_error.csv", rows, bench_attention_error.FIELDS)
+    return tmp_path
+
+
+def test_sentences_and_tables_of_attention(made_up_attention):
+    rows = tables.read_rows(made_up_attention / "verify_attention.csv")
+    sentence = tables.attention_sentence(rows)
+    assert "takes 644 µs for 8 requests" in sentence and "variant `flash`, 32.0 TFLOP/s" in sentence
+    assert sentence.endswith("eager attention 825 (25.0); its error is 25 % of PyTorch's.")
+    assert "at 4 times the error" in tables.bfloat16_sentence(rows)
+    speed = tables.speed_table(rows).splitlines()
+    assert len(speed) == 2 + 14 and len({line.count("|") for line in speed}) == 1
+    assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | 1,222 | 196 | 25.00 |"
+    assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | 11,888 | 25.00 |" in speed
+    errors = tables.numerics_table(rows).splitlines()
+    assert len(errors) == 2 + 14 + 2 and len({line.count("|") for line in errors}) == 1
+    splits = tables.splits_table(rows).splitlines()
+    assert splits[2:] == [
+        "| 8,64,9,2048 | equal | 644 | 1,289 | 644 |",
+        "| 16,64,9,16000 | 100 to 16,000 | 3,278 | 6,555 | 3,278 |",
+    ]
+
+
+def test_tables_of_long_rows(made_up_attention):
+    rows = tables.read_rows(made_up_attention / "attention_error.csv")
+    table = tables.error_table(rows).splitlines()
+    assert len(table) == 2 + 2 * 6 and len({line.count("|") for line in table}) == 1
+    assert table[7].startswith("| 2 | 131,072 | ") and table[7].split(" | ")[4] == "–"
+    assert "goes from 4.000e-07 to 6.498e-07 between 1,024" in tables.error_sentence(rows)
+
+
+def test_tables_of_merges(tmp_path):
+    known = {"T": 288, "H": 64, "R": 512, "dtype": "bfloat16", "layout": "C order", "gb_per_s": 2856}
+    rows = [{**known, "variant": variant, "microseconds": 20 + n} for n, variant in enumerate(tables.MERGE)]
+    rows.append({**known, "layout": "in place", "variant": "merge_states", "microseconds": 19})
+    tables.write_rows(tmp_path / "merges.csv", rows, bench_merge_states.FIELDS)
+    read = tables.read_rows(tmp_path / "merges.csv")
+    assert tables.merge_table(read).splitlines()[2:] == [
+        "| 288,64,512 | bfloat16 | C order | 20.0 | 2,856 | 21.0 | 22.0 | 23.0 |",
+        "| 288,64,512 | bfloat16 | in place | 19.0 | 2,856 | – | – | – |",
+    ]
+    assert "in 20.0 µs (2,856 GB/s); a Triton kernel takes 21.0, torch.compile 22.0" in tables.merge_sentence(read)
+
+
+def test_rows_from_before_flash(tmp_path):
+    known = {"case": "logit std 2", "B": 8, "H": 64, "Q": 9, "prefix": 2048, "right": True, "rel_frobenius": "1e-7"}
+    known |= {"microseconds": 10, "tflops": 2, "bound": "2e-7", "max_abs": "1e-7", "lse_error": "1e-7"}
+    rows = [
+        {**known, "dtype": dtype, "variant": variant}
+        for dtype in ("float32", "bfloat16")
+        for variant in ("three_phase", "torch_eager")
+    ]
+    fields = [name for name in bench_verify_attention.FIELDS if name not in ("splits", "tiles")]
+    tables.write_rows(tmp_path / "old.csv", rows, fields)
+    read = tables.read_rows(tmp_path / "old.csv")
+    assert "variant `three_phase`" in tables.attention_sentence(read) and tables.bfloat16_sentence(read)
+    assert tables.speed_table(read).count("\n") == tables.numerics_table(read).count("\n") == 3
+    assert tables.splits_table(read).count("\n") == 1
+
+
+def test_quotes_are_written_between_their_marks(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("ahead\n<!-- measured: it -->\nold\nlines\n<!-- end of it -->\nbehind\n")
+    csv = tmp_path / "x.csv"
+    csv.write_text("a\n1\n")
+    quotes = (tables.Quote("page.md", "it", csv, (lambda rows: f"one {rows[0]['a']}.", lambda rows: "two")),)
+    monkeypatch.setattr(tables, "QUOTES", (*quotes, quotes[0]._replace(path=tmp_path / "none.csv")))
+    for _ in range(2):
+        tables.write_quotes(tmp_path)
+        assert page.read_text() == "ahead\n<!-- measured: it -->\none 1. two\n<!-- end of it -->\nbehind\n"
+    monkeypatch.setattr(tables, "QUOTES", (quotes[0]._replace(name="other"),))
+    with pytest.raises(AssertionError, match="0 places for 'other'"):
+        tables.write_quotes(tmp_path)
+
+
+def test_the_figures_of_attention(made_up_attention, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot_attention
+
+    csv = {name: made_up_attention / f"{name}.csv" for name in ("attention_error", "verify_attention")}
+    given = ["--errors", str(csv["attention_error"]), "--speeds", str(csv["verify_attention"])]
+    for folder in ("first", "second"):
+        plot_attention.main([*given, "--out", str(tmp_path / folder)])
+    files = sorted((tmp_path / "first").iterdir())
+    stems = [f"{name}_{theme}" for name in ("attention_error", "attention_speed") for theme in ("dark", "light")]
+    assert [file.name for file in files] == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
+    for svg in (file for file in files if file.suffix == ".svg"):
+        error = svg.stem.startswith("attention_error")
+        path = csv["attention_error" if error else "verify_attention"]
+        assert shown(svg) == hashlib.sha256(path.read_bytes()).hexdigest()
+        curves = set(re.findall(r'id="((?:bound-)?(?:flash|three_phase|torch_eager|naive)-[^"]+)"', svg.read_text()))
+        if error:
+            names = {f"{variant}-{std:g}" for variant in bench_attention_error.VARIANTS for std in (2, 0.02)}
+            assert curves == names | {f"bound-{name}" for name in names if not name.startswith("torch")}
+        else:
+            assert {"flash-float32-8,64,9,2048", "torch_eager-bfloat16-32,64,9,8192"} < curves
+            assert "three_phase-float32-1,64,17,131072" not in curves and "flash-float32-16,64,9,16000" not in curves
+
+
+def test_no_figure_without_measurements(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot_attention
+
+    none = ["--errors", str(tmp_path / "a.csv"), "--speeds", str(tmp_path / "b.csv")]
+    plot_attention.main([*none, "--out", str(tmp_path / "figures")])
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+@each_theme
+@pytest.mark.parametrize("name, path", [("attention_error", tables.ERRORS), ("attention_speed", tables.H200)])
+def test_the_committed_figures_of_attention_show_the_committed_measurements(name, path, theme):
+    if not path.exists():
+        pytest.skip(f"{path.name} is not measured yet")
+    svg = ROOT / "docs" / "figures" / f"{name}_{theme}.svg"
+    assert shown(svg) == hashlib.sha256(path.read_bytes()).hexdigest(), "python profiling/plot_attention.py"
     assert svg.with_suffix(".png").stat().st_size > 10_000

@@ -18,7 +18,6 @@ from cases import (
     BFLOAT16,
     CASES,
     CHUNK,
-    SIMULATED,
     STALE_ENTRIES,
     Case,
     ancestor_mask,
@@ -48,9 +47,39 @@ Results = tuple[np.ndarray, np.ndarray]
 # The simulator differs from the mirror by the last bit of exp alone (1e-7 was the most seen); a GPU also fuses
 # multiplications with additions, which rounds the logits differently.
 PORT_ERROR = 2.5e-7
-KERNEL, MIRROR = "three_phase", "three_phase_numpy"
-both_variants = pytest.mark.parametrize("variant", [KERNEL, MIRROR])
+KERNEL, MIRROR, FLASH, FLASH_MIRROR = "three_phase", "three_phase_numpy", "flash", "flash_numpy"
+KERNELS, MIRRORS = (KERNEL, FLASH), (MIRROR, FLASH_MIRROR)
 only_simulated = pytest.mark.skipif(not SIMULATOR, reason="wrong kernels run in the simulator alone")
+# The kernel of flash takes seconds in the simulator and, for each combination of dtypes and layouts, to compile. So it
+# takes part where that pays: in all backends, or in the simulator alone, which compiles nothing.
+simulated_flash = pytest.param(
+    FLASH, marks=pytest.mark.skipif(not SIMULATOR, reason="test_flash_gpu.py has this with fewer kernels to compile")
+)
+each_variant = pytest.mark.parametrize("variant", [KERNEL, MIRROR, FLASH, FLASH_MIRROR])
+each_when_simulated = pytest.mark.parametrize("variant", [KERNEL, MIRROR, simulated_flash, FLASH_MIRROR])
+but_flash = pytest.mark.parametrize("variant", [KERNEL, MIRROR, FLASH_MIRROR])
+three_phase_alone = pytest.mark.parametrize("variant", [KERNEL, MIRROR])
+each_mirror = pytest.mark.parametrize("variant", MIRRORS)
+
+# What flash runs of SIMULATED: each dtype, mask and layout, rows and keys in several tiles.
+FLASH_SIMULATED = (
+    *("prefix_0_to_2", "prefix_of_two_chunks", "ragged_paged_with_idle_slot", "padded_nodes", "two_words", "causal"),
+    *("page_size_16", "narrow", "rope_as_wide_as_latent", "rope_wider_than_latent", "steep_softmax", "float16"),
+    *("bfloat16", "bfloat16_on_float32", "float16_on_bfloat16_bits"),
+)
+# On a GPU: all lengths, page sizes and trees, but few dtypes and widths, since each combination is compiled.
+FLASH_WIDTHS = ((32, 16), (512, 64))
+
+
+def runs_flash(case: Case) -> bool:
+    if SIMULATOR:
+        return case.name in FLASH_SIMULATED
+    usual = case.dtype == "float32" and case.cache_dtype is None and case.mask == "packed" and case.Q > 1
+    return usual and (case.R, case.P) in FLASH_WIDTHS
+
+
+KERNEL_CASES = [(KERNEL, case) for case in CASES if case.simulate or not SIMULATOR]
+KERNEL_CASES += [(FLASH, case) for case in CASES if runs_flash(case)]
 
 
 def attend(inputs: dict[str, Any], variant: str = MIRROR, **changes: Any) -> Results:
@@ -73,35 +102,39 @@ def bits_differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 # All cases: mirror against oracle, kernel against mirror and oracle
 
 
+@each_mirror
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_mirror_against_oracle(case):
+def test_mirror_against_oracle(case, variant):
     inputs = make_inputs(case)
-    check_results(attend(inputs), inputs)
+    check_results(attend(inputs, variant), inputs, variant)
 
 
-@pytest.mark.parametrize("case", SIMULATED if SIMULATOR else CASES, ids=str)
-def test_kernel_against_mirror_and_oracle(case):
+@pytest.mark.parametrize(("variant", "case"), KERNEL_CASES, ids=str)
+def test_kernel_against_mirror_and_oracle(variant, case):
     inputs = make_inputs(case)
-    mirrored = attend(inputs)
-    results = attend(inputs, KERNEL)
+    mirrored = attend(inputs, f"{variant}_numpy")
+    results = attend(inputs, variant)
     assert results[0].dtype == inputs["q"].dtype
-    check_results(results, inputs)
+    check_results(results, inputs, variant)
     out, mirrored_out = (as_float(x[0]) for x in (results, mirrored))
     if out.dtype == np.float32:
-        bound = PORT_ERROR if SIMULATOR else error_bound(inputs)
+        bound = PORT_ERROR if SIMULATOR else error_bound(inputs, variant)
         compare(out, mirrored_out, name="kernel against mirror", rel_frobenius=bound).check()
     else:
         compare(out, mirrored_out, name="kernel against mirror", max_ulp=1.0).check()
     compare_lse(results[1], mirrored[1].astype(np.float64), PORT_ERROR if SIMULATOR else 1e-5).check()
 
 
-def test_the_default_variant_is_the_kernel():
+def test_the_default_variant_is_flash():
     inputs = make_inputs(Case("default", (2,), Q=2))
-    assert_same_bits(dd.verify_attention(**arguments(inputs)), attend(inputs, KERNEL))
-    assert_same_bits(dd.verify_attention(**arguments(inputs), variant="auto"), attend(inputs, KERNEL))
+    expected = attend(inputs, FLASH)
+    assert_same_bits(dd.verify_attention(**arguments(inputs)), expected)
+    assert_same_bits(dd.verify_attention(**arguments(inputs), variant="auto"), expected)
 
 
 # Properties on random shapes, lengths and masks (not only those of trees)
+
+SPLITS: list[dict[str, Any]] = [{}, {"num_splits": 1}, {"num_splits": 2}, {"num_splits": 5}, {"batch_invariant": True}]
 
 
 @st.composite
@@ -131,15 +164,23 @@ def problems(draw: Any, max_rows: int, max_prefix: int) -> dict[str, Any]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(inputs=problems(max_rows=80, max_prefix=150))
-def test_mirror_on_random_problems(inputs):
+@given(inputs=problems(max_rows=80, max_prefix=150), options=st.sampled_from(SPLITS))
+def test_mirror_on_random_problems(inputs, options):
     check_results(attend(inputs, validate=True), inputs)
+    check_results(attend(inputs, FLASH_MIRROR, validate=True, **options), inputs, FLASH_MIRROR)
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(inputs=problems(max_rows=6, max_prefix=70))
 def test_kernel_on_random_problems(inputs):
     check_results(attend(inputs, KERNEL, validate=True), inputs)
+
+
+@pytest.mark.skipif(not SIMULATOR, reason="on a GPU each dtype and width would be compiled")
+@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@given(inputs=problems(max_rows=18, max_prefix=20), options=st.sampled_from(SPLITS))
+def test_kernel_of_flash_on_random_problems(inputs, options):
+    check_results(attend(inputs, FLASH, validate=True, **options), inputs, FLASH)
 
 
 # Masks, exactly: with q = 0 the weights are equal, and with unit vectors for rows the output is the mask itself
@@ -193,20 +234,31 @@ def random_mask(num_nodes: int, batch: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize("num_nodes", [1, 2, 31, 32, 33, 63, 64, 65])
-def test_each_mask_bit_in_the_mirror(num_nodes, prefix):
+@each_mirror
+def test_each_mask_bit_in_the_mirror(variant, num_nodes, prefix):
     mask = random_mask(num_nodes, batch=2)
     for given_mask in (mask, pack(mask)):
-        assert_output_is_the_mask(attend(mask_problem(mask, prefix), tree_mask=given_mask), mask, prefix)
+        assert_output_is_the_mask(attend(mask_problem(mask, prefix), variant, tree_mask=given_mask), mask, prefix)
 
 
-@pytest.mark.parametrize(("num_nodes", "packed"), [(31, True), (33, True), (65, True), (33, False)])
-def test_each_mask_bit_in_the_kernel(num_nodes, packed):
+@pytest.mark.parametrize(
+    ("variant", "num_nodes", "packed"),
+    [
+        *((KERNEL, 31, True), (KERNEL, 33, True), (KERNEL, 65, True), (KERNEL, 33, False)),
+        pytest.param(FLASH, 35, True, marks=simulated_flash.marks),
+        pytest.param(FLASH, 15, False, marks=simulated_flash.marks),
+    ],
+)
+def test_each_mask_bit_in_the_kernel(variant, num_nodes, packed):
     mask = random_mask(num_nodes)
-    results = attend(mask_problem(mask, prefix=2), KERNEL, tree_mask=pack(mask) if packed else mask)
+    results = attend(mask_problem(mask, prefix=2), variant, tree_mask=pack(mask) if packed else mask)
     assert_output_is_the_mask(results, mask, 2)
 
 
-@pytest.mark.parametrize(("variant", "num_nodes"), [(MIRROR, 33), (MIRROR, 65), (KERNEL, 3)])
+@pytest.mark.parametrize(
+    ("variant", "num_nodes"),
+    [(MIRROR, 33), (MIRROR, 65), (KERNEL, 3), (FLASH_MIRROR, 33), (FLASH_MIRROR, 65)],
+)
 def test_each_flipped_mask_bit_shows(variant, num_nodes):
     mask = random_mask(num_nodes)
     base, _ = attend(mask_problem(mask), variant)
@@ -217,7 +269,7 @@ def test_each_flipped_mask_bit_shows(variant, num_nodes):
         assert bits_differ(out, base).all(), f"column {j}"
 
 
-@both_variants
+@each_variant
 def test_mask_bits_past_the_last_node_are_ignored_and_refused_by_validate(variant):
     inputs = make_inputs(Case("spare_bits", (2,), Q=3))
     expected = attend(inputs, variant)
@@ -231,34 +283,36 @@ def test_mask_bits_past_the_last_node_are_ignored_and_refused_by_validate(varian
 # One problem, written down in several ways: the same bits
 
 
-@both_variants
+@but_flash
 def test_chain_is_causal(variant):
-    for num_nodes in (1, 4) if variant == KERNEL else (1, 4, 33, 65):
+    for num_nodes in (1, 4, 33, 65) if variant in MIRRORS else (1, 4):
         inputs = make_inputs(Case("chain", (5, 0), Q=num_nodes, tree="chain"))
         assert_same_bits(attend(inputs, variant, tree_mask=None), attend(inputs, variant))
 
 
-@both_variants
+@each_when_simulated
 def test_bool_mask_is_packed_mask(variant):
-    for num_nodes in (4,) if variant == KERNEL else (4, 33, 65):
+    for num_nodes in (4, 33, 65) if variant in MIRRORS else (4,):
         inputs = make_inputs(Case("tree", (5, 0), Q=num_nodes, mask="bool"))
         assert_same_bits(attend(inputs, variant, tree_mask=pack(inputs["tree_mask"])), attend(inputs, variant))
 
 
-@pytest.mark.parametrize("prefixes", [(18, 1), (CHUNK + 2,)])
-@both_variants
+@pytest.mark.parametrize(
+    ("variant", "prefixes"),
+    [*((v, p) for v in (KERNEL, *MIRRORS) for p in ((18, 1), (CHUNK + 2,))), (FLASH, (18, 1))],
+)
 def test_pages_do_not_change_a_bit(variant, prefixes):
     inputs = make_inputs(Case("paged", prefixes, Q=3))
     expected = attend(inputs, variant)
     stops = inputs["cache_seqlens"] + 3
-    for page_size in (1, 3, 16):
+    for page_size in (3,) if variant == FLASH else (1, 3, 16):
         rng = np.random.default_rng(page_size)
         pages, table = to_pages(inputs["kv_cache"], stops, page_size, rng)
         paged = inputs | {"kv_cache": pages, "block_table": table}
         assert_same_bits(attend(paged, variant, validate=True), expected)
 
 
-@both_variants
+@each_variant
 def test_an_axis_for_the_kv_head(variant):
     for page_size in (None, 3):
         inputs = make_inputs(Case("kv_head", (4,), Q=2, page_size=page_size))
@@ -266,7 +320,7 @@ def test_an_axis_for_the_kv_head(variant):
         assert_same_bits(attend(inputs, variant, kv_cache=cache), attend(inputs, variant))
 
 
-@both_variants
+@each_when_simulated
 def test_q_in_two_parts(variant):
     inputs = make_inputs(Case("two_parts", (4,), Q=2, H=2))
     q, rank = inputs["q"], inputs["kv_lora_rank"]
@@ -276,7 +330,7 @@ def test_q_in_two_parts(variant):
     assert_same_bits(attend(inputs, variant, q=[np.ascontiguousarray(part) for part in parts]), expected)
 
 
-@both_variants
+@each_when_simulated
 def test_bfloat16_bits_are_bfloat16(variant):
     inputs = make_inputs(Case("bits", (4,), Q=2, dtype="uint16"))
     out, lse = attend(inputs, variant)
@@ -289,25 +343,27 @@ def test_bfloat16_bits_are_bfloat16(variant):
 # Rows do not know each other
 
 
-@both_variants
+@each_when_simulated
 def test_order_of_requests(variant):
     inputs = make_inputs(Case("requests", (7, 0, 3), Q=3, page_size=3))
     order = [2, 0, 1]
     moved = {name: inputs[name][order] for name in ("q", "cache_seqlens", "tree_mask", "block_table")}
-    assert_same_bits(attend(inputs, variant, **moved), tuple(x[order] for x in attend(inputs, variant)))
+    expected = attend(inputs, variant, batch_invariant=True)
+    assert_same_bits(attend(inputs, variant, **moved, batch_invariant=True), tuple(x[order] for x in expected))
 
 
-@both_variants
+@but_flash
 def test_a_request_alone(variant):
     inputs = make_inputs(Case("alone", (7, 0, 3), Q=3))
-    together = attend(inputs, variant)
+    together = attend(inputs, variant, batch_invariant=True)
     for b in range(3):
         one = slice(b, b + 1)
         alone = {name: inputs[name][one] for name in ("q", "kv_cache", "cache_seqlens", "tree_mask")}
-        assert_same_bits(attend(inputs, variant, **alone), tuple(x[one] for x in together))
+        results = attend(inputs, variant, **alone, batch_invariant=True)
+        assert_same_bits(results, tuple(x[one] for x in together))
 
 
-@both_variants
+@each_variant
 def test_order_of_heads(variant):
     inputs = make_inputs(Case("heads", (7,), Q=2, H=3))
     order = [2, 0, 1]
@@ -315,9 +371,9 @@ def test_order_of_heads(variant):
     assert_same_bits(permuted, tuple(x[:, :, order] for x in attend(inputs, variant)))
 
 
-@both_variants
+@each_variant
 def test_order_of_nodes(variant):
-    case = Case("nodes", (7,), Q=6 if variant == KERNEL else 40)
+    case = Case("nodes", (7,), Q=6 if variant in KERNELS else 40)
     inputs = make_inputs(case)
     order = np.random.default_rng(0).permutation(case.Q)
     mask = dd.unpack_mask(inputs["tree_mask"], case.Q)
@@ -327,11 +383,11 @@ def test_order_of_nodes(variant):
     out, lse = attend(inputs | moved, variant)
     expected_out, expected_lse = attend(inputs, variant)
     # The sums run in another order: twice the rounding error.
-    compare(out, expected_out[:, order], rel_frobenius=2 * error_bound(inputs)).check()
+    compare(out, expected_out[:, order], rel_frobenius=2 * error_bound(inputs, variant)).check()
     compare_lse(lse, expected_lse[:, order].astype(np.float64)).check()
 
 
-@both_variants
+@each_variant
 def test_the_same_bits_in_every_run(variant):
     inputs = make_inputs(Case("again", (9, 2), Q=3, page_size=3))
     expected = attend(inputs, variant)
@@ -342,7 +398,7 @@ def test_the_same_bits_in_every_run(variant):
 # What must not be read, and what empty rows get
 
 
-@both_variants
+@each_variant
 def test_nan_of_an_idle_slot_stays_there(variant):
     case = Case("idle", (5, 0, 2), Q=2, idle=(1,))
     inputs = make_inputs(case)
@@ -355,7 +411,7 @@ def test_nan_of_an_idle_slot_stays_there(variant):
     assert not np.signbit(out[1]).any(), "0, not -0"
 
 
-@both_variants
+@three_phase_alone
 def test_nan_in_a_visible_row_spreads_to_the_nodes_that_see_it_alone(variant):
     inputs = make_inputs(Case("spreads", (2, 3), Q=4, tree="star"))
     expected = attend(inputs, variant)
@@ -368,7 +424,7 @@ def test_nan_in_a_visible_row_spreads_to_the_nodes_that_see_it_alone(variant):
     assert_same_bits((out[1], lse[1]), (expected[0][1], expected[1][1]))
 
 
-@both_variants
+@each_variant
 def test_a_nan_query_does_not_look_like_a_node_that_sees_nothing(variant):
     inputs = make_inputs(Case("nan_query", (2,), Q=2))
     q = inputs["q"].copy()
@@ -379,7 +435,7 @@ def test_a_nan_query_does_not_look_like_a_node_that_sees_nothing(variant):
     assert np.isnan(lse[0, 1]).all()
 
 
-@both_variants
+@each_when_simulated
 def test_inputs_are_not_changed(variant):
     for case in (Case("kept", (5, 0), Q=2, page_size=3), Case("kept", (5, 0), Q=2, dtype="bfloat16", mask="bool")):
         inputs = make_inputs(case)
@@ -421,16 +477,22 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@both_variants
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        *((v, x) for v in (KERNEL, *MIRRORS) for x in LAYOUTS),
+        pytest.param(FLASH, "spread_out", marks=simulated_flash.marks),
+        pytest.param(FLASH, "backwards", marks=simulated_flash.marks),
+    ],
+)
 def test_strides_of_inputs(variant, layout):
-    for case in (SMALL, SMALL_PAGED):
+    for case in (SMALL_PAGED,) if variant == FLASH else (SMALL, SMALL_PAGED):
         inputs = make_inputs(case)
-        moved = {name: layout(x) for name, x in arguments(inputs).items() if isinstance(x, np.ndarray)}
+        moved = {name: LAYOUTS[layout](x) for name, x in arguments(inputs).items() if isinstance(x, np.ndarray)}
         assert_same_bits(attend(inputs, variant, **moved), attend(inputs, variant))
 
 
-@both_variants
+@each_when_simulated
 def test_broadcast_inputs(variant):
     inputs = make_inputs(Case("broadcast", (4,), Q=2))
     alone = attend(inputs, variant)
@@ -441,8 +503,14 @@ def test_broadcast_inputs(variant):
         assert_same_bits((out[b : b + 1], lse[b : b + 1]), alone)
 
 
-@pytest.mark.parametrize("layout", ["spread_out", "backwards", "column_major", "axes_swapped"])
-@both_variants
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [
+        *((v, x) for v in (KERNEL, *MIRRORS) for x in ("spread_out", "backwards", "column_major", "axes_swapped")),
+        pytest.param(FLASH, "spread_out", marks=simulated_flash.marks),
+        pytest.param(FLASH, "axes_swapped", marks=simulated_flash.marks),
+    ],
+)
 def test_given_results_of_any_strides(variant, layout):
     inputs = make_inputs(SMALL)
     expected = attend(inputs, variant)
@@ -458,7 +526,7 @@ def test_given_results_of_any_strides(variant, layout):
             assert np.count_nonzero(~np.isnan(whole)) == part.size, "something was written beside the results"
 
 
-@both_variants
+@each_when_simulated
 def test_one_of_the_results_given(variant):
     inputs = make_inputs(Case("one_given", (1,), Q=1))
     expected = attend(inputs, variant)
@@ -469,7 +537,7 @@ def test_one_of_the_results_given(variant):
         assert_same_bits(results, expected)
 
 
-@both_variants
+@each_when_simulated
 def test_results_beside_the_inputs_in_one_allocation(variant):
     inputs = make_inputs(Case("beside", (2,), Q=2))
     expected = attend(inputs, variant)
@@ -485,7 +553,7 @@ def test_results_beside_the_inputs_in_one_allocation(variant):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "uint16"])
-@both_variants
+@each_when_simulated
 def test_the_result_has_the_dtype_of_q(variant, dtype):
     inputs = make_inputs(Case("dtype_of_q", (3,), Q=1, dtype=dtype, cache_dtype="bfloat16"))
     out, lse = attend(inputs, variant)
@@ -506,7 +574,7 @@ def test_the_result_has_the_dtype_of_q(variant, dtype):
     ],
     ids=str,
 )
-@both_variants
+@but_flash
 def test_out_dtype(variant, out_dtype, dtype):
     inputs = make_inputs(Case("out_dtype", (3,), Q=2))
     exact = attend(inputs, variant)
@@ -518,7 +586,7 @@ def test_out_dtype(variant, out_dtype, dtype):
     assert attend(inputs, variant, **low, out_dtype=out_dtype)[0].dtype == dtype
 
 
-@both_variants
+@each_when_simulated
 def test_bfloat16_results_as_bits(variant):
     inputs = make_inputs(Case("out_bits", (3,), Q=1))
     expected, lse = attend(inputs, variant, out_dtype="bfloat16")
@@ -535,7 +603,7 @@ def test_ties_round_to_even():
     upper, lower = 1.0 + 2.0**-7, 1.0
     between = [lower + 2.0**-8, upper + 2.0**-8, lower + 2.0**-8 + 2.0**-20, lower + 2.0**-8 - 2.0**-20]
     inputs["kv_cache"][0, 0, :4] = between
-    for variant in (KERNEL, MIRROR):
+    for variant in (KERNEL, *MIRRORS, *([FLASH] if SIMULATOR else [])):
         out, _ = attend(inputs, variant, out_dtype="bfloat16")
         assert out[0, 0, 0, :4].astype(np.float64).tolist() == [lower, upper + 2.0**-7, upper, lower]
 
@@ -544,7 +612,7 @@ def test_ties_round_to_even():
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
-@both_variants
+@each_variant
 def test_no_requests(variant, page_size):
     for mask in ("bool", "packed", "causal"):
         inputs = make_inputs(Case("none", (), Q=3, H=2, page_size=page_size, mask=mask))
@@ -554,7 +622,7 @@ def test_no_requests(variant, page_size):
             assert (lse.shape, lse.dtype) == ((0, 3, 2), np.float32)
 
 
-@both_variants
+@but_flash
 def test_max_seqlen_above_all_lengths_changes_nothing(variant):
     inputs = make_inputs(Case("max_seqlen", (5, 2), Q=2, slack=9))
     expected = attend(inputs, variant)
@@ -562,7 +630,7 @@ def test_max_seqlen_above_all_lengths_changes_nothing(variant):
         assert_same_bits(attend(inputs, variant, max_seqlen=max_seqlen, validate=True), expected)
 
 
-@both_variants
+@each_variant
 def test_lengths_are_clamped_without_validate_and_refused_with_it(variant):
     inputs = make_inputs(Case("clamped", (4, 0), Q=2, page_size=3))
     expected = attend(inputs, variant)
@@ -574,7 +642,7 @@ def test_lengths_are_clamped_without_validate_and_refused_with_it(variant):
             attend(inputs, variant, cache_seqlens=wrong, max_seqlen=4, validate=True)
 
 
-@both_variants
+@each_variant
 def test_pages_that_are_none_are_clamped_without_validate_and_refused_with_it(variant):
     inputs = make_inputs(Case("bad_pages", (4,), Q=2, page_size=2))
     pages = np.nan_to_num(inputs["kv_cache"])
@@ -593,14 +661,14 @@ def test_validate_takes_stale_entries_behind_the_live_pages():
     assert_same_bits(attend(inputs, validate=True), attend(inputs))
 
 
-@both_variants
+@each_when_simulated
 def test_arguments_that_change_nothing(variant):
     inputs = make_inputs(Case("options", (2,), Q=1))
     expected = attend(inputs, variant)
     for options in (
         {"num_splits": 1},
         {"batch_invariant": True},
-        {"workspace": np.empty(16, np.float32)},
+        {"workspace": np.empty(2**16, np.float32)},
         {"sm_scale": np.float64(inputs["sm_scale"])},
         {"kv_lora_rank": np.int64(32)},
         {"validate": True},
@@ -630,17 +698,24 @@ def test_a_score_row_beyond_shared_memory_is_refused():
 # Kinds of arrays
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL_PAGED, Case("small_bits", (4,), Q=2, dtype="uint16")], ids=str)
-def test_numba_arrays_give_numba_arrays(case):
+@pytest.mark.parametrize(
+    ("variant", "case"),
+    [
+        *((KERNEL, x) for x in (SMALL, SMALL_PAGED, Case("small_bits", (4,), Q=2, dtype="uint16"))),
+        pytest.param(FLASH, SMALL_PAGED, marks=simulated_flash.marks),
+    ],
+    ids=str,
+)
+def test_numba_arrays_give_numba_arrays(variant, case):
     inputs = make_inputs(case)
-    expected = attend(inputs, KERNEL)
+    expected = attend(inputs, variant)
     on_device = {name: cuda.to_device(x) for name, x in arguments(inputs).items() if isinstance(x, np.ndarray)}
     kind = type(on_device["q"])
-    results = attend(inputs, KERNEL, **on_device)
+    results = attend(inputs, variant, **on_device)
     assert [type(x) for x in results] == [kind, kind]
     assert_same_bits(tuple(x.copy_to_host() for x in results), expected)
     given_out, given_lse = (cuda.device_array(x.shape, x.dtype) for x in expected)
-    results = attend(inputs, KERNEL, **on_device, out=given_out, lse=given_lse, validate=True)
+    results = attend(inputs, variant, **on_device, out=given_out, lse=given_lse, validate=True)
     assert results[0] is given_out
     assert results[1] is given_lse
     assert_same_bits(tuple(x.copy_to_host() for x in results), expected)
@@ -809,7 +884,7 @@ ERRORS: list[tuple[str, str, type[Exception], Any]] = [
     ("max_seqlen is negative", "max_seqlen", ValueError, value("max_seqlen", -1)),
     ("max_seqlen is a float", "max_seqlen", TypeError, value("max_seqlen", 4.0)),
     ("max_seqlen is a bool", "max_seqlen", TypeError, value("max_seqlen", True)),
-    ("num_splits is 2", "num_splits", ValueError, value("num_splits", 2)),
+    ("num_splits is 2", "num_splits", ValueError, lambda a: {"num_splits": 2, "variant": KERNEL}),
     ("num_splits is 0", "num_splits", ValueError, value("num_splits", 0)),
     ("sm_scale underflows", "sm_scale", ValueError, value("sm_scale", 1e-50)),
     ("sm_scale overflows", "sm_scale", ValueError, value("sm_scale", 1e39)),
@@ -846,6 +921,13 @@ ERRORS: list[tuple[str, str, type[Exception], Any]] = [
     ("lse overlaps q", "lse", ValueError, out_over("q", "lse")),
     ("lse overlaps the cache", "lse", ValueError, out_over("kv_cache", "lse")),
     ("workspace is a list", "workspace", TypeError, value("workspace", [0.0])),
+    ("workspace is too small", "workspace", ValueError, value("workspace", np.zeros(16, np.float32))),
+    ("workspace is misaligned", "workspace", ValueError, value("workspace", misaligned(np.zeros(2**16, np.float32)))),
+    ("workspace is strided", "workspace", ValueError, value("workspace", np.zeros(2**17, np.float32)[::2])),
+    ("workspace overlaps out", "workspace", ValueError, lambda a: {"workspace": a["out"]}),
+    ("workspace overlaps lse", "workspace", ValueError, lambda a: {"workspace": a["lse"]}),
+    ("workspace overlaps q", "workspace", ValueError, lambda a: {"workspace": a["q"]}),
+    ("workspace overlaps the cache", "workspace", ValueError, lambda a: {"workspace": a["kv_cache"]}),
     ("validate: a length below 0", "cache_seqlens", ValueError, value("cache_seqlens", np.array([4, -1], np.int32))),
     ("validate: a length too long", "cache_seqlens", ValueError, value("cache_seqlens", np.array([8, 0], np.int32))),
     ("validate: a mask bit too far", "tree_mask", ValueError, value("tree_mask", np.full((2, 3, 1), 8, np.uint32))),
@@ -962,7 +1044,7 @@ TRAPS = (
 def run_changed(module: Any, inputs: dict[str, Any]) -> Results:
     out = np.full((*inputs["q"].shape[:3], inputs["kv_lora_rank"]), np.nan, np.float32)
     lse = np.full(inputs["q"].shape[:3], np.nan, np.float32)
-    options = {"max_seqlen": None, "out_dtype": None, "workspace": None, "validate": True}
+    options: dict[str, Any] = {"max_seqlen": None, "out_dtype": None, "workspace": None, "validate": True}
     module.run(make_problem(**arguments(inputs), out=out, lse=lse, **options))
     return out, lse
 
@@ -1001,7 +1083,7 @@ def test_a_missing_barrier_shows_and_a_late_thread_alone_does_not(race):
         check_results(results, inputs)
 
 
-@both_variants
+@but_flash
 def test_validate_takes_stale_entries_of_idle_slots_and_behind_padded_nodes(variant):
     inputs = make_inputs(Case("stale", (3, 0), Q=3, page_size=4, mask="bool", idle=(1,), padded=2))
     table = inputs["block_table"].copy()
@@ -1015,7 +1097,7 @@ def test_validate_takes_stale_entries_of_idle_slots_and_behind_padded_nodes(vari
         attend(inputs, variant, block_table=table, tree_mask=mask, validate=True)
 
 
-@both_variants
+@but_flash
 def test_validate_refuses_bools_that_are_neither_0_nor_1(variant):
     inputs = make_inputs(Case("bytes", (3,), Q=2, mask="bool"))
     mask = np.full((1, 2, 2), 2, np.uint8).view(np.bool_)

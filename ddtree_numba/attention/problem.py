@@ -8,7 +8,7 @@ contiguous cache is a paged one with a page for each request, and a bool mask is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -44,6 +44,8 @@ class Problem:
     out : float [B, Q, H, R]
     lse : float32 [B, Q, H]
         Natural logarithm.
+    workspace : View or None
+        The caller's scratch memory, as float32 [n].
     results : tuple
         The caller's own arrays behind ``out`` and ``lse``.
     """
@@ -59,6 +61,7 @@ class Problem:
     max_seqlen: int
     out: View
     lse: View
+    workspace: View | None
     results: tuple[Any, Any]
 
     @property
@@ -134,13 +137,15 @@ def make_problem(
     mask, bits_per_word = _mask(tree_mask, q_nope)
 
     given = [q_nope, q_pe, cache, seqlens, table, mask]
-    if workspace is not None:
-        given.append(arrays.view("workspace", workspace))
+    scratch = None if workspace is None else _scratch(workspace)
     arrays.require_one_place(given)
     results, out_view, lse_view = _results(out, lse, out_dtype, q_nope)
     arrays.require_one_place([q_nope, out_view, lse_view])
     arrays.require_apart(out_view, [*given, lse_view])
     arrays.require_apart(lse_view, given)
+    if scratch is not None:
+        arrays.require_one_place([q_nope, scratch])
+        arrays.require_apart(scratch, [*given, out_view, lse_view])
 
     problem = Problem(
         q_nope=q_nope,
@@ -154,6 +159,7 @@ def make_problem(
         max_seqlen=max_seqlen,
         out=out_view,
         lse=lse_view,
+        workspace=scratch,
         results=results,
     )
     if validate:
@@ -246,6 +252,16 @@ def _results(out: Any, lse: Any, out_dtype: Any, q: View) -> tuple[tuple[Any, An
     arrays.require_dtype(lse_view, np.float32)
     arrays.require_shape(lse_view, "[B, Q, H]", *q.shape[:3])
     return (out, lse), out_view, lse_view
+
+
+def _scratch(workspace: Any) -> View:
+    scratch = arrays.view("workspace", workspace)
+    nbytes = math.prod(scratch.shape) * scratch.dtype.itemsize
+    wanted = arrays.contiguous_strides(scratch.shape, scratch.dtype.itemsize)
+    in_c_order = all(n == 1 or s == w for n, s, w in zip(scratch.shape, scratch.strides, wanted, strict=True))
+    if nbytes and not (in_c_order and scratch.pointer % 16 == 0):
+        raise ValueError(f"{scratch} must be in C order, at an address that is a multiple of 16")
+    return replace(scratch, shape=(nbytes // 4,), strides=(4,), dtype=np.dtype(np.float32))
 
 
 def _scale(sm_scale: Any) -> float:

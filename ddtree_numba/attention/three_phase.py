@@ -343,8 +343,7 @@ def run(problem: Problem) -> None:
         raise ValueError(
             f"variant 'three_phase' needs {nbytes} bytes of shared memory for max_seqlen = {problem.max_seqlen} and "
             f"{problem.num_nodes} nodes; {device_name(device)} has {limit}, {enough}. "
-            "Pass a smaller max_seqlen if the prefixes are shorter; variant 'three_phase_numpy' has no such limit, but "
-            "works on host arrays"
+            "Variant 'flash' has no such limit; or pass a smaller max_seqlen if the prefixes are shorter"
         )
     blocks = (problem.num_heads, problem.num_nodes, problem.batch)
     launch(kernel, blocks, THREADS, arguments(problem), results=2, shared_bytes=nbytes)

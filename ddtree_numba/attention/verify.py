@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddtree_numba.attention import three_phase
-from ddtree_numba.attention.problem import make_problem
-from ddtree_numba.device.arrays import require_integer
+from ddtree_numba.attention import flash, three_phase
+from ddtree_numba.attention.problem import Problem, make_problem
+from ddtree_numba.device.arrays import HOST, require_integer
 
-VARIANTS = ("auto", "three_phase", "three_phase_numpy")
+VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy")
 
 
 def verify_attention(
@@ -61,13 +61,17 @@ def verify_attention(
     block_table : int32 [B, max_pages], optional
         Page of each run of page_size tokens; given, the cache is paged. Entries behind the live rows may hold anything.
     max_seqlen : int, optional
-        Bound on every prefix length, in tokens; default: capacity - Q. It sizes shared memory.
+        Bound on every prefix length, in tokens; default: capacity - Q. It sizes three_phase's shared memory, and the
+        grid and workspace of flash.
     num_splits : int, optional
-        Parts that the keys are split into; three_phase takes 1 only.
+        Even parts that each row's keys are split into; three_phase takes 1 only. Default: flash shares all work out
+        evenly over the GPU, however different the lengths, and three_phase does not split.
     batch_invariant : bool
-        A row's bits must not depend on the other requests. three_phase always keeps this.
-    variant : {"auto", "three_phase", "three_phase_numpy"}
-        The last is the kernel's NumPy mirror, for host arrays; it needs no GPU and no simulator.
+        A row's bits must not depend on the other requests. flash then splits every 2,048 keys; three_phase, and flash
+        with ``num_splits``, always keep this.
+    variant : {"auto", "three_phase", "flash", "three_phase_numpy", "flash_numpy"}
+        "auto": flash, or three_phase where flash does not take the widths. The last two are the kernels' NumPy mirrors,
+        for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
     lse : float32 [B, Q, H], optional
@@ -75,7 +79,8 @@ def verify_attention(
     out_dtype : dtype, optional
         float32, float16 or bfloat16; default: that of q.
     workspace : array, optional
-        Scratch memory; three_phase needs none.
+        Scratch memory for flash in place of a new array: `workspace_bytes` bytes of any dtype, in C order, at an
+        address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
     validate : bool
         Also check contents (lengths, live table entries, mask bits), which copies them to the host.
 
@@ -92,7 +97,8 @@ def verify_attention(
         An argument is no array that kernels take, or has the wrong dtype.
     ValueError
         A wrong shape, alignment, device, scale, bound or variant; an output that overlaps an input; with ``validate``,
-        wrong contents; a score row that exceeds the GPU's shared memory.
+        wrong contents; a workspace that is too small; with three_phase, a score row that exceeds the GPU's shared
+        memory; with flash, a kv_lora_rank above 1,024.
     RuntimeError
         There is no usable GPU and the simulator is off.
 
@@ -106,8 +112,8 @@ def verify_attention(
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
-    if num_splits is not None and require_integer("num_splits", num_splits) != 1:
-        raise ValueError(f"num_splits is {num_splits!r}; three_phase takes 1 or None")
+    if variant.startswith("three_phase") and require_splits(num_splits) not in (None, 1):
+        raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
     problem = make_problem(
         q,
         kv_cache,
@@ -123,8 +129,90 @@ def verify_attention(
         workspace=workspace,
         validate=validate,
     )
+    num_splits = require_splits(num_splits)
     if variant == "three_phase_numpy":
         three_phase.run_mirror(problem)
-    else:
+    elif variant == "three_phase" or (variant == "auto" and not takes_flash(problem, num_splits)):
         three_phase.run(problem)
+    elif variant == "flash_numpy":
+        flash.run_mirror(problem, flash.plan_of(problem, num_splits, batch_invariant))
+    else:
+        flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant))
     return problem.results
+
+
+def takes_flash(problem: Problem, num_splits: int | None) -> bool:
+    """The rule of ``variant="auto"``: flash, wherever it takes the widths; docs/verify_attention.md has the times."""
+    wanted = num_splits is not None and num_splits > 1  # then flash says what is wrong
+    return wanted or bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
+
+
+def workspace_bytes(
+    batch: int,
+    num_nodes: int,
+    num_heads: int,
+    max_seqlen: int,
+    *,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    prefix_tail: bool = False,
+) -> int:
+    """Bytes that ``workspace`` must have for these sizes on the current GPU, with variant flash.
+
+    Parameters
+    ----------
+    batch, num_nodes, num_heads : int
+        B, Q, H.
+    max_seqlen : int
+        Bound on every prefix length, in tokens, as it is passed on or as it follows from the cache: capacity - Q.
+    kv_lora_rank, qk_rope_head_dim : int
+        R and P.
+    num_splits, batch_invariant
+        As they are passed on.
+    prefix_tail : bool
+        For `verify_attention_prefix_tail`, which also keeps the tail's state there.
+
+    Returns
+    -------
+    int
+        A multiple of 16.
+
+    Raises
+    ------
+    TypeError
+        A size is no integer.
+    ValueError
+        flash does not take the widths, or there are more parts than a grid holds.
+    """
+    sizes = {"batch": batch, "num_nodes": num_nodes, "num_heads": num_heads, "max_seqlen": max_seqlen}
+    sizes |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    for name, value in sizes.items():
+        if require_integer(name, value) < 0:
+            raise ValueError(f"{name} is {value}; it must not be negative")
+    floats = [
+        flash.make_plan(
+            batch,
+            num_nodes,
+            num_heads,
+            kv_lora_rank,
+            kv_lora_rank + qk_rope_head_dim,
+            max_seqlen,
+            device=HOST,
+            wide=wide,
+            num_splits=require_splits(num_splits),
+            batch_invariant=batch_invariant,
+            part=flash.TREE if prefix_tail else flash.ALL,
+        ).workspace_floats
+        for wide in (True, False)
+    ]
+    state = batch * num_nodes * num_heads * (kv_lora_rank + 1) if prefix_tail else 0
+    return 16 * -(-(max(floats) + state) // 4)
+
+
+def require_splits(num_splits: Any) -> int | None:
+    """The number of splits; raises unless it is None or a positive integer."""
+    if num_splits is not None and require_integer("num_splits", num_splits) < 1:
+        raise ValueError(f"num_splits is {num_splits}; it must be at least 1")
+    return num_splits

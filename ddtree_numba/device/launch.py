@@ -22,8 +22,10 @@ from ddtree_numba.device.arrays import HOST, View, contiguous_strides, kernel_dt
 if runtime.SIMULATOR:
     from ddtree_numba.device.arrays import SimulatedArray
 
-# The simulator has no limit of its own; it takes that of compute capability 9.0, so that both refuse alike.
+# The simulator has no limit of its own; it takes that of compute capability 9.0, so that both refuse alike. So do the
+# mirrors where there is neither.
 SIMULATED_SHARED_BYTES = 227 * 1024
+SIMULATED_MULTIPROCESSORS = 3
 SIMULATED_NAME = "the simulator (as compute capability 9.0)"
 
 _simulator_lock = threading.Lock()
@@ -52,7 +54,7 @@ if runtime.SIMULATOR:
 
 def device_name(device: int) -> str:
     """Name of a GPU, for messages; -1 means the current one."""
-    if runtime.SIMULATOR:
+    if not runtime.has_gpu():
         return SIMULATED_NAME
     gpu = cuda.get_current_device() if device == HOST else cuda.gpus[device]
     name = gpu.name
@@ -61,10 +63,18 @@ def device_name(device: int) -> str:
 
 def shared_bytes_limit(device: int) -> int:
     """Most bytes of shared memory that one block may have on a GPU; -1 means the current one."""
-    if runtime.SIMULATOR:
+    if not runtime.has_gpu():
         return SIMULATED_SHARED_BYTES
     gpu = cuda.get_current_device() if device == HOST else cuda.gpus[device]
     return int(gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+
+
+def multiprocessors(device: int) -> int:
+    """How many a GPU has; -1 means the current one."""
+    if not runtime.has_gpu():
+        return SIMULATED_MULTIPROCESSORS
+    gpu = cuda.get_current_device() if device == HOST else cuda.gpus[device]
+    return int(gpu.MULTIPROCESSOR_COUNT)
 
 
 def jit(*, launch_bounds: tuple[int, int]) -> Any:
@@ -104,10 +114,10 @@ def launch(
     if runtime.SIMULATOR:
         _simulate(kernel, blocks, threads, args, shared_bytes)
     elif args[0].device == HOST:
-        on_device = tuple(_copy_to_device(a) if isinstance(a, View) else a for a in args)
+        on_device = tuple(copy_in(a) if isinstance(a, View) else a for a in args)
         _launch(kernel, blocks, threads, on_device, shared_bytes)
         for home, copy in zip(args[-results:], on_device[-results:], strict=True):
-            np.copyto(home.as_numpy(), copy.owner.copy_to_host())
+            copy_out(home, copy)
     elif args[0].device == cuda.get_current_device().id:
         _launch(kernel, blocks, threads, args, shared_bytes)
     else:
@@ -115,8 +125,14 @@ def launch(
             _launch(kernel, blocks, threads, args, shared_bytes)
 
 
-def _copy_to_device(x: View) -> View:
+def copy_in(x: View) -> View:
+    """A host array on the device, in C order."""
     return view(x.name, cuda.to_device(np.ascontiguousarray(x.as_numpy()).reshape(x.shape)))
+
+
+def copy_out(home: View, copy: View) -> None:
+    """What kernels made of `copy_in` back to the host array (synchronizes)."""
+    np.copyto(home.as_numpy(), copy.owner.copy_to_host())
 
 
 def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int) -> None:

@@ -79,6 +79,11 @@ def choose_backend() -> tuple[bool, str]:
 SIMULATOR, REASON = choose_backend()
 
 
+def has_gpu() -> bool:
+    """Whether kernels run on a GPU: the simulator is off, and the driver sees one."""
+    return not SIMULATOR and _probed() is None
+
+
 def require_backend() -> None:
     """Refuse to launch where no kernel can run, and say what to do.
 

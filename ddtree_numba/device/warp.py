@@ -1,4 +1,4 @@
-"""What the lanes of one warp do together: the largest and smallest of their values, in one instruction each.
+"""What the lanes of one warp do together: the largest and smallest of their values, votes, exchanges.
 
 All lanes of the warp must call these, and the compiler is told so (``convergent``), so that it never moves such a call
 into a branch that some lanes do not take.
@@ -7,13 +7,15 @@ into a branch that some lanes do not take.
 ``warp_max(x)``      largest uint32 of the warp's lanes, for each of them
 ``warp_min(x)``      smallest
 ``warp_votes(p)``    the lanes in which ``p`` is true, lane i as bit i of an uint32
+``shuffle_xor(x, mask)``  the float32 ``x`` of lane ``lane ^ mask``
 ``warp_sync()``      orders the lanes' accesses to shared memory before and behind it
 ``choose(p, a, b)``  ``a`` where p is true, else ``b``, uint32; no branch is ever made of it (for one thread)
 ===================  ======================================================================
 
-In the simulator a block is one warp of as many lanes as it has threads, and the twins wait for the whole block.
+In the simulator the twins wait for the whole block, all of whose warps must make the same calls. The first three take a
+block for one warp of as many lanes as it has threads; `shuffle_xor` knows blocks of several warps.
 
-Source: PTX ISA, redux.sync (sm_80 and later) and bar.warp.sync.
+Source: PTX ISA, redux.sync (sm_80 and later), shfl.sync and bar.warp.sync.
 """
 
 from __future__ import annotations
@@ -27,24 +29,32 @@ from ddtree_numba.device import runtime
 
 if runtime.SIMULATOR:
 
-    def _of_all_lanes(x):
+    def of_all_lanes(x):
+        """This thread's index, and what all threads of the block bring, by theirs."""
         thread = threading.current_thread()
         values = thread._manager.__dict__.setdefault("warp_values", {})
         values[thread.thread_id] = x
         thread.syncthreads()
-        found = list(values.values())
+        found = [values[t] for t in sorted(values)]
         thread.syncthreads()
-        return found
+        return thread.thread_id, found
 
     def warp_max(x):
-        return max(_of_all_lanes(np.uint32(x)))
+        return max(of_all_lanes(np.uint32(x))[1])
 
     def warp_min(x):
-        return min(_of_all_lanes(np.uint32(x)))
+        return min(of_all_lanes(np.uint32(x))[1])
 
     def warp_votes(p):
-        lane = threading.current_thread().thread_id
-        return np.uint32(sum(_of_all_lanes(np.uint32(bool(p)) << np.uint32(lane))))
+        _, votes = of_all_lanes(bool(p))
+        return np.uint32(sum(vote << lane for lane, vote in enumerate(votes)))
+
+    def shuffle_xor(x, mask):
+        lane, values = of_all_lanes(np.float32(x))
+        return values[lane ^ mask]
+
+    def fresh_thread():
+        return np.uint32(threading.current_thread().thread_id)
 
     def choose(p, a, b):
         return a if p else b
@@ -82,6 +92,24 @@ else:
     @cuda.jit(device=True, inline="always")
     def warp_votes(p):
         return np.uint32(cuda.ballot_sync(_ALL_LANES, p))
+
+    @intrinsic
+    def shuffle_xor(typingctx, x, mask):
+        def codegen(context, builder, signature, args):
+            function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _I32])
+            text = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
+            asm = ir.InlineAsm(function_type, text, "=f,f,r", side_effect=True)
+            return builder.call(asm, args, attrs=("convergent",))
+
+        return types.float32(types.float32, types.int32), codegen
+
+    @intrinsic
+    def fresh_thread(typingctx):
+        def codegen(context, builder, signature, args):
+            asm = ir.InlineAsm(ir.FunctionType(_I32, []), "mov.u32 $0, %tid.x;", "=r", side_effect=True)
+            return builder.call(asm, [])
+
+        return types.uint32(), codegen
 
     @intrinsic
     def choose(typingctx, p, a, b):

@@ -3,13 +3,14 @@
 //     g++ -std=c++17 -O2 -I ddtree_numba/include refs/native/*.cpp -o check_verify_attn
 //     ./check_verify_attn refs/verify_attn_*.kdtr
 //
-// One line a file: its name, the largest absolute error of out, the relative Frobenius error of out, the largest error
-// of lse relative to max(1, |lse|), "ok" or what is wrong. The exit code is 0 if all files pass, 1 if one fails or
-// cannot be used, 2 if there is none.
+// q and the cache may be bfloat16 in a file; verify_attn gets them as float32. One line a file: its name, the largest
+// absolute error of out, the relative Frobenius error of out, the largest error of lse relative to max(1, |lse|), "ok"
+// or what is wrong. The exit code is 0 if all files pass, 1 if one fails or cannot be used, 2 if there is none.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <limits>
 #include <stdexcept>
@@ -40,9 +41,25 @@ const T* get(const kdtr::File& file, const char* name, const Shape& shape) {
     return tensor.as<T>();
 }
 
-// Points into the file. A checksum does not say that the contents make sense, so lengths and table entries are checked
-// here: whatever the file holds, verify_attn may index by them.
-Problem problem_of(const kdtr::File& file) {
+// As above; a bfloat16 tensor, whose elements are the upper halves of float32, is widened into `widened`.
+const float* get_floats(const kdtr::File& file, const char* name, const Shape& shape, std::vector<float>& widened) {
+    if (file.at(name).dtype != kdtr::Dtype::bfloat16) return get<float>(file, name, shape);
+    const kdtr::Bfloat16* halves = get<kdtr::Bfloat16>(file, name, shape);
+    widened.resize(file.at(name).size());
+    for (std::size_t i = 0; i < widened.size(); ++i) {
+        const std::uint32_t bits = std::uint32_t{halves[i].bits} << 16;
+        std::memcpy(&widened[i], &bits, sizeof bits);
+    }
+    return widened.data();
+}
+
+struct Widened {
+    std::vector<float> q, kv_cache;
+};
+
+// Points into the file and into `widened`. A checksum does not say that the contents make sense, so lengths and table
+// entries are checked here: whatever the file holds, verify_attn may index by them.
+Problem problem_of(const kdtr::File& file, Widened& widened) {
     const kdtr::Tensor& op = file.at("operator");
     const unsigned char* letters = op.as<std::uint8_t>();
     require(std::string(letters, letters + op.size()) == "verify_attention", "the operator is not verify_attention");
@@ -61,10 +78,10 @@ Problem problem_of(const kdtr::File& file) {
     p.kv_lora_rank = *get<std::int32_t>(file, "kv_lora_rank", {});
     p.sm_scale = *get<double>(file, "sm_scale", {});
     require(p.kv_lora_rank >= 1 && p.kv_lora_rank <= p.head_dim, "kv_lora_rank is not 1 to D");
-    p.q = get<float>(file, "q", q);
+    p.q = get_floats(file, "q", q, widened.q);
     p.cache_seqlens = get<std::int32_t>(file, "cache_seqlens", {q[0]});
     p.tree_mask = get<std::uint32_t>(file, "tree_mask", {q[0], q[1], static_cast<std::uint64_t>(p.num_words)});
-    p.kv_cache = get<float>(file, "kv_cache", {cache[0], cache[1], q[3]});
+    p.kv_cache = get_floats(file, "kv_cache", {cache[0], cache[1], q[3]}, widened.kv_cache);
     p.max_pages = 1;
     if (const kdtr::Tensor* table = file.find("block_table")) {
         require(table->shape.size() == 2 && table->size() > 0, "block_table has another rank, or is empty");
@@ -94,7 +111,8 @@ double difference(double found, double wanted) {
 
 bool check(const std::string& path) {
     const kdtr::File file = kdtr::read(path);
-    const Problem p = problem_of(file);
+    Widened widened;
+    const Problem p = problem_of(file, widened);
     const Shape& q = file.at("q").shape;
     const float* wanted_out = get<float>(file, "out", {q[0], q[1], q[2], static_cast<std::uint64_t>(p.kv_lora_rank)});
     const float* wanted_lse = get<float>(file, "lse", {q[0], q[1], q[2]});
