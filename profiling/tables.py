@@ -1,26 +1,40 @@
-"""The tables and figures that README and docs quote, from the committed CSV alone.
+"""The tables and sentences that README and docs quote, from the committed CSV alone.
 
-``python profiling/tables.py`` prints them; tests/test_results.py holds README.md and docs/ to them.
+``python profiling/tables.py`` prints them, and with ``--write`` puts those of `QUOTES` into the pages, between their
+marks. tests/test_results.py holds README.md and docs/ to them.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
+import re
 import tempfile
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-H200 = Path(__file__).resolve().parent / "results" / "nvidia-h200" / "verify_attention.csv"
+ROOT = Path(__file__).resolve().parents[1]
+H200 = ROOT / "profiling" / "results" / "nvidia-h200" / "verify_attention.csv"
 TREES = H200.with_name("trees.csv")
+ERRORS = H200.with_name("attention_error.csv")
+MERGES = H200.with_name("merge_states.csv")
 
 BUILDERS = {"frontier": "`frontier`", "heap": "`heap`", "cpu_heap": "heap on the CPU"}
 TOPK = {"threshold": "`threshold`", "rounds": "`rounds`", "torch_topk": "torch.topk", "torch_eager": "with logsumexp"}
+MERGE = {"merge_states": "`merge_states`", "triton": "Triton", "torch_compile": "torch.compile", "torch_eager": "eager"}
+EVEN = "even"  # splits of a row of flash that was called without num_splits
+SHAPE = ("B", "H", "Q", "prefix")
+
+Rows = list[dict[str, str]]
 
 
-def read_rows(path: Path = H200) -> list[dict[str, str]]:
-    """The rows of a results file."""
+def read_rows(path: Path = H200) -> Rows:
+    """The rows of a results file; none while there is no such file."""
+    if not path.exists():
+        return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -36,43 +50,190 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fields: Sequence[str]) ->
     os.replace(file.name, path)
 
 
-def pairs(rows: list[dict[str, str]]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Each case's row for three_phase and the one for PyTorch eager."""
-    ours = [row for row in rows if row["variant"] == "three_phase"]
-    theirs = [row for row in rows if row["variant"] == "torch_eager"]
-    same = ("case", "B", "H", "Q", "prefix", "dtype")
-    assert [[row[name] for name in same] for row in ours] == [[row[name] for name in same] for row in theirs]
-    return list(zip(ours, theirs, strict=True))
+def markdown(*lines: Sequence[str]) -> str:
+    """A table; the first line is its head."""
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
-def numerics_table(rows: list[dict[str, str]]) -> str:
-    """Errors beside PyTorch eager and the bound, as Markdown."""
-    lines = [
-        "| inputs | B,H,Q,prefix | dtype | error | PyTorch eager | bound | max abs | LSE |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for ours, theirs in pairs(rows):
-        shape = ",".join(ours[name] for name in ("B", "H", "Q", "prefix"))
-        cells = (ours["case"], shape, ours["dtype"], ours["rel_frobenius"], theirs["rel_frobenius"])
-        lines.append(f"| {' | '.join((*cells, ours['bound'], ours['max_abs'], ours['lse_error']))} |")
-    return "\n".join(lines)
+# verify_attention
 
 
-def readme_sentence(rows: list[dict[str, str]]) -> str:
-    """What README says of the speed and error of three_phase, at 8,64,9,2048 in float32."""
-    ours, theirs = next(
-        pair for pair in pairs(rows) if (pair[0]["B"], pair[0]["prefix"], pair[0]["dtype"]) == ("8", "2048", "float32")
+def problems(rows: Rows) -> list[dict[str, dict[str, str]]]:
+    """The rows of each case by variant, called with the defaults; from before flash, three_phase and PyTorch alone."""
+    found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for row in rows:
+        if row.get("splits", "") in ("", EVEN):
+            key = tuple(row[name] for name in ("case", *SHAPE, "dtype"))
+            found.setdefault(key, {})[row["variant"]] = row
+    return [by_variant for by_variant in found.values() if "torch_eager" in by_variant]
+
+
+def ours(by_variant: dict[str, dict[str, str]]) -> dict[str, str]:
+    """The row of the faster of our variants."""
+    return by_variant["flash" if "flash" in by_variant else "three_phase"]
+
+
+def shape_of(row: dict[str, str]) -> str:
+    """B,H,Q,prefix."""
+    return ",".join(row[name] for name in SHAPE)
+
+
+def value(by_variant: dict[str, dict[str, str]], variant: str, column: str) -> str:
+    """A cell; a dash for what was not measured."""
+    return by_variant.get(variant, {}).get(column, "") or "–"
+
+
+def microseconds(by_variant: dict[str, dict[str, str]], variant: str) -> str:
+    """The time of a variant, as `number` writes it."""
+    return number(by_variant.get(variant, {}).get("microseconds", ""))
+
+
+def numerics_table(rows: Rows) -> str:
+    """Errors beside PyTorch eager and the bound."""
+    names = ("inputs", "B,H,Q,prefix", "dtype", "flash", "three_phase", "PyTorch eager", "bound", "max abs", "LSE")
+    lines: list[Sequence[str]] = [names]
+    for case in problems(rows):
+        row = ours(case)
+        errors = (value(case, variant, "rel_frobenius") for variant in ("flash", "three_phase", "torch_eager"))
+        last = (row["bound"], row["max_abs"], row["lse_error"])
+        lines.append((row["case"], shape_of(row), row["dtype"], *errors, *last))
+    return markdown(*lines)
+
+
+def speed_table(rows: Rows) -> str:
+    """Microseconds and TFLOP/s of each variant, for random inputs of equal lengths."""
+    names = (
+        "B,H,Q,prefix",
+        "dtype",
+        "flash",
+        "TFLOP/s",
+        "tiles",
+        "16x16 tiles",
+        "three_phase",
+        "PyTorch eager",
+        "TFLOP/s",
     )
-    part = 100 * float(ours["rel_frobenius"]) / float(theirs["rel_frobenius"])
+    lines: list[Sequence[str]] = [names]
+    for case in problems(rows):
+        row = ours(case)
+        if row["case"] != "logit std 2":
+            continue
+        tiles = value(case, "flash", "tiles")
+        small = "flash" if tiles == "16x16" else "flash_small"
+        lines.append(
+            (
+                *(shape_of(row), row["dtype"], microseconds(case, "flash"), value(case, "flash", "tflops"), tiles),
+                *(microseconds(case, small), microseconds(case, "three_phase"), microseconds(case, "torch_eager")),
+                value(case, "torch_eager", "tflops"),
+            )
+        )
+    return markdown(*lines)
+
+
+def splits_table(rows: Rows) -> str:
+    """Microseconds by the way in which the work is shared out."""
+    columns = {EVEN: "even parts of all work", "1": "`num_splits=1`", "2048 keys": "`batch_invariant=True`"}
+    lines: list[Sequence[str]] = [("B,H,Q,longest prefix", "lengths", *columns.values())]
+    keys = [tuple(row[name] for name in ("case", *SHAPE, "dtype")) for row in rows if row.get("splits", "") == "1"]
+    for key in keys:
+        same = [row for row in rows if tuple(row[name] for name in ("case", *SHAPE, "dtype")) == key]
+        times = {row["splits"]: row["microseconds"] for row in same if row["variant"] == "flash"}
+        lengths = "100 to 16,000" if "ragged" in key[0] else "equal"
+        lines.append((",".join(key[1:5]), lengths, *(number(times.get(name, "")) for name in columns)))
+    return markdown(*lines)
+
+
+def attention_sentence(rows: Rows) -> str:
+    """What README says of the speed and error of verify_attention, at 8,64,9,2048 in float32."""
+    wanted = {"case": "logit std 2", "B": "8", "prefix": "2048", "dtype": "float32"}
+    case = next(c for c in problems(rows) if all(ours(c)[name] == text for name, text in wanted.items()))
+    row, theirs = ours(case), case["torch_eager"]
+    part = 100 * float(row["rel_frobenius"]) / float(theirs["rel_frobenius"])
     return (
-        f"reaches {float(ours['tflops']):.1f} TFLOP/s in float32, where PyTorch's eager attention reaches "
-        f"{float(theirs['tflops']):.1f}, at {part:.0f} % of its error"
+        "`verify_attention` takes "
+        f"{number(row['microseconds'])} µs for 8 requests of 64 heads, 9 nodes and 2,048 cached tokens in float32 "
+        f"(variant `{row['variant']}`, {float(row['tflops']):.1f} TFLOP/s), PyTorch's eager attention "
+        f"{number(theirs['microseconds'])} ({float(theirs['tflops']):.1f}); its error is {part:.0f} % of PyTorch's."
     )
+
+
+def bfloat16_sentence(rows: Rows) -> str:
+    """What README says of bfloat16: the same arithmetic, no tensor cores."""
+    wanted = {"case": "logit std 2", "B": "8", "prefix": "2048", "dtype": "bfloat16"}
+    case = next(c for c in problems(rows) if all(ours(c)[name] == text for name, text in wanted.items()))
+    row, theirs = ours(case), case["torch_eager"]
+    times = float(theirs["rel_frobenius"]) / float(row["rel_frobenius"])
+    return (
+        f"With bfloat16 inputs it takes {number(row['microseconds'])} µs, PyTorch's eager attention "
+        f"{number(theirs['microseconds'])}, at {times:.0f} times the error: all arithmetic here is float32, and no "
+        "tensor core is used."
+    )
+
+
+# attention_error
+
+
+def error_table(rows: Rows) -> str:
+    """Errors against keys, a few of them."""
+    variants = {"flash": "flash", "three_phase": "three_phase", "torch_eager": "PyTorch eager", "naive": "one long sum"}
+    lines: list[Sequence[str]] = [("logit std", "keys", "flash", "bound", *list(variants.values())[1:])]
+    for logit_std, keys in in_order(rows, "logit_std", "keys"):
+        if int(keys) not in (16, 128, 1024, 4097, 32768, 131072):
+            continue
+        case = {row["variant"]: row for row in rows if (row["logit_std"], row["keys"]) == (logit_std, keys)}
+        errors = [value(case, variant, "rel_frobenius") for variant in variants]
+        lines.append((logit_std, f"{int(keys):,}", errors[0], value(case, "flash", "bound"), *errors[1:]))
+    return markdown(*lines)
+
+
+def error_sentence(rows: Rows) -> str:
+    """How errors grow from 1,024 keys to 131,072, where the softmax is all but flat."""
+
+    def growth(variant: str) -> str:
+        first, last = (pick(rows, logit_std="0.02", keys=keys, variant=variant) for keys in (1024, 131072))
+        return f"from {first['rel_frobenius']} to {last['rel_frobenius']}"
+
+    return (
+        f"Under an all but flat softmax the error goes {growth('flash')} between 1,024 and 131,072 keys in flash, "
+        f"{growth('torch_eager')} in PyTorch's eager attention, and {growth('naive')} where each sum is one long sum."
+    )
+
+
+# merge_states
+
+
+def merge_table(rows: Rows) -> str:
+    """Microseconds of each way to merge, and our share of the memory's speed."""
+    lines: list[Sequence[str]] = [("T,H,R", "dtype", "layout", "`merge_states`", "GB/s", *list(MERGE.values())[1:])]
+    sizes = ("T", "H", "R", "dtype", "layout")
+    for size in in_order(rows, *sizes):
+        some = {row["variant"]: row for row in rows if tuple(row[name] for name in sizes) == size}
+        times = [microseconds(some, variant) for variant in MERGE]
+        speed = number(some["merge_states"]["gb_per_s"])
+        lines.append((",".join(size[:3]), *size[3:], times[0], speed, *times[1:]))
+    return markdown(*lines)
+
+
+def merge_sentence(rows: Rows) -> str:
+    """What README says of merge_states, at [288, 64, 512] in bfloat16."""
+    known = {"T": 288, "H": 64, "R": 512, "dtype": "bfloat16", "layout": "C order"}
+    times = {variant: pick(rows, **known, variant=variant) for variant in MERGE}
+    mine = times["merge_states"]
+    return (
+        f"`merge_states` merges two states of 288 tokens, 64 heads and 512 columns in bfloat16 in "
+        f"{number(mine['microseconds'])} µs ({number(mine['gb_per_s'])} GB/s); a Triton kernel takes "
+        f"{number(times['triton']['microseconds'])}, torch.compile {number(times['torch_compile']['microseconds'])}, "
+        f"PyTorch's operators {number(times['torch_eager']['microseconds'])}."
+    )
+
+
+# Trees
 
 
 def tree_rows(path: Path = TREES) -> list[dict[str, str]]:
     """The measurements of top-k and trees; none while there is no such file."""
-    return read_rows(path) if path.exists() else []
+    return read_rows(path)
 
 
 def pick(rows: list[dict[str, str]], **wanted: Any) -> dict[str, str]:
@@ -86,8 +247,8 @@ def number(text: str) -> str:
     """Three digits or more of a number, thousands apart; a dash where nothing was measured."""
     if not text:
         return "–"
-    value = float(text)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    x = float(text)
+    return f"{x:,.0f}" if x >= 100 else f"{x:.1f}"
 
 
 def in_order(rows: list[dict[str, str]], *names: str) -> list[tuple[str, ...]]:
@@ -158,9 +319,67 @@ def chain_sentence(rows: list[dict[str, str]]) -> str:
     )
 
 
-if __name__ == "__main__":
-    print(readme_sentence(read_rows()))
-    print(numerics_table(read_rows()))
+# Putting them into the pages
+
+
+class Quote(NamedTuple):
+    """What stands between two marks of a page; sentences follow each other as one paragraph."""
+
+    page: str
+    name: str
+    path: Path
+    says: tuple[Callable[[Rows], str], ...]
+
+    def text(self) -> str:
+        """What the page must say, by the committed measurements."""
+        rows = read_rows(self.path)
+        said = " ".join(say(rows) for say in self.says)
+        return said if said.startswith("|") else textwrap.fill(said, 120, break_on_hyphens=False)
+
+
+QUOTES = (
+    Quote("README.md", "attention", H200, (attention_sentence, bfloat16_sentence)),
+    Quote("README.md", "merge", MERGES, (merge_sentence,)),
+    Quote("docs/verify_attention.md", "speed", H200, (speed_table,)),
+    Quote("docs/flash.md", "splits", H200, (splits_table,)),
+    Quote("docs/numerics.md", "errors", H200, (numerics_table,)),
+    Quote("docs/numerics.md", "long rows", ERRORS, (error_table,)),
+    Quote("docs/numerics.md", "growth", ERRORS, (error_sentence,)),
+    Quote("docs/merge_states.md", "merge", MERGES, (merge_table,)),
+)
+
+
+def between_marks(name: str) -> re.Pattern[str]:
+    """The marks of a quote, as groups 1 and 3, and what stands between them."""
+    name = re.escape(name)
+    return re.compile(rf"(<!-- measured: {name} -->\n)(.*?)(<!-- end of {name} -->\n)", re.DOTALL)
+
+
+def write_quotes(root: Path = ROOT) -> None:
+    """Bring the pages up to the measurements that are there."""
+    for quote in QUOTES:
+        page = root / quote.page
+        if quote.path.exists():
+            text = page.read_text(encoding="utf-8")
+            new, count = between_marks(quote.name).subn(lambda m, q=quote: f"{m[1]}{q.text()}\n{m[3]}", text)
+            assert count == 1, f"{quote.page} has {count} places for {quote.name!r}"
+            page.write_text(new, encoding="utf-8")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print all, or write."""
+    parser = argparse.ArgumentParser(description="Tables and sentences from the committed measurements.")
+    parser.add_argument("--write", action="store_true", help="put them into README.md and docs/")
+    if parser.parse_args(arguments).write:
+        write_quotes()
+        return
+    for quote in QUOTES:
+        if quote.path.exists():
+            print(f"{quote.page}, {quote.name}\n{quote.text()}\n")
     if TREES.exists():
         for say in (build_sentence, topk_sentence, chain_sentence, build_table, topk_table):
             print(say(tree_rows()))
+
+
+if __name__ == "__main__":
+    main()
