@@ -158,6 +158,7 @@ def _print_rows(rows: list[check.Row]) -> None:
     table.add_column("", no_wrap=True, min_width=4)
     table.caption = (
         "verify_attention: errors of out (bound: of rel. F., relative Frobenius); lse relative to max(1, |lse|). "
+        "merge_states: errors of out relative to the states' largest element; lse likewise. "
         "topk_logprobs: errors of logprobs relative to max(1, |lse|, |logit|); ids exact. exact: results must be equal."
     )
     for row in rows:

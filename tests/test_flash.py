@@ -406,7 +406,7 @@ def test_the_widest_latent():
 
 def test_wider_latents_are_refused_by_flash_and_auto_takes_three_phase():
     rank = flash.SMALL.max_rank + 16
-    inputs = make_inputs(Case("too_wide", (1,), Q=2, R=rank))
+    inputs = make_inputs(Case("too_wide", (1,), Q=2, R=rank, slack=40))
     for variant in (FLASH, MIRROR):
         with pytest.raises(ValueError, match=rf"up to {rank - 16} \(here it is {rank}\) .*three_phase"):
             attend(inputs, variant)
@@ -416,7 +416,7 @@ def test_wider_latents_are_refused_by_flash_and_auto_takes_three_phase():
 
 
 def test_rows_that_exceed_shared_memory_are_refused_by_flash_and_auto_takes_three_phase():
-    inputs = make_inputs(Case("too_long_rows", (1,), Q=2, R=16, P=2048))
+    inputs = make_inputs(Case("too_long_rows", (1,), Q=2, R=16, P=2048, slack=40))
     with pytest.raises(ValueError, match="bytes of shared memory for D = 2064"):
         attend(inputs, FLASH)
     assert_same_bits(dd.verify_attention(**arguments(inputs)), attend(inputs, "three_phase"))

@@ -125,9 +125,10 @@ def test_kernel_against_mirror_and_oracle(variant, case):
     compare_lse(results[1], mirrored[1].astype(np.float64), PORT_ERROR if SIMULATOR else 1e-5).check()
 
 
-def test_the_default_variant_is_flash():
-    inputs = make_inputs(Case("default", (2,), Q=2))
-    expected = attend(inputs, FLASH)
+@pytest.mark.parametrize(("capacity", "chosen"), [(32, "three_phase"), (33, FLASH)])
+def test_the_default_variant(capacity, chosen):
+    inputs = make_inputs(Case("default", (2,), Q=2, slack=capacity - 4))
+    expected = attend(inputs, chosen)
     assert_same_bits(dd.verify_attention(**arguments(inputs)), expected)
     assert_same_bits(dd.verify_attention(**arguments(inputs), variant="auto"), expected)
 

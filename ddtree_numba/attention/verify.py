@@ -8,6 +8,7 @@ from ddtree_numba.attention import flash, three_phase
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device.arrays import HOST, require_integer
 
+FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
 VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy")
 
 
@@ -70,8 +71,8 @@ def verify_attention(
         A row's bits must not depend on the other requests. flash then splits every 2,048 keys; three_phase, and flash
         with ``num_splits``, always keep this.
     variant : {"auto", "three_phase", "flash", "three_phase_numpy", "flash_numpy"}
-        "auto": flash, or three_phase where flash does not take the widths. The last two are the kernels' NumPy mirrors,
-        for host arrays; they need no GPU and no simulator.
+        "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths.
+        The last two are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
     lse : float32 [B, Q, H], optional
@@ -142,9 +143,14 @@ def verify_attention(
 
 
 def takes_flash(problem: Problem, num_splits: int | None) -> bool:
-    """The rule of ``variant="auto"``: flash, wherever it takes the widths; docs/verify_attention.md has the times."""
-    wanted = num_splits is not None and num_splits > 1  # then flash says what is wrong
-    return wanted or bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
+    """The rule of ``variant="auto"``: flash for more than FEW_KEYS, wherever it takes the widths.
+
+    docs/verify_attention.md has the times.
+    """
+    if num_splits is not None and num_splits > 1:
+        return True  # and flash says what is wrong, if it is
+    many = problem.max_seqlen + problem.num_nodes > FEW_KEYS
+    return many and bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
 
 
 def workspace_bytes(
