@@ -100,21 +100,14 @@ MISTAKES: dict[str, dict[str, Change]] = {
             "if numbers[ORIGIN] + tile * N > numbers[PREFIX_LENGTH]:",
         ),
         "sum_not_rescaled": (
-            "shared[np.uint32(L_I + row)] = shared[np.uint32(L_I + row)] * scale + l",
-            "shared[np.uint32(L_I + row)] = shared[np.uint32(L_I + row)] + l",
+            "l_i, l_low = shared[np.uint32(L_I + row)] * scale, shared",
+            "l_i, l_low = shared[np.uint32(L_I + row)], shared",
         ),
         "accumulators_not_rescaled": ("load4(shared, SCALE + row + 4 * i, p, 4 * i)", "fill(p, 4 * i, 4, ONE)"),
         "maximum_not_kept": ("shared[np.uint32(M_I + row)] = m\n", "pass\n"),
     },
     "folded": {
-        "sum_folded_without_its_scale": (
-            "shared[np.uint32(L_SUM + row)] * scale + shared",
-            "shared[np.uint32(L_SUM + row)] + shared",
-        ),
-        "sum_folded_twice": (
-            "shared[np.uint32(L_I + row)]\n            shared[np.uint32(L_I + row)] = ZERO\n",
-            "shared[np.uint32(L_I + row)]\n",
-        ),
+        "earlier_weights_forgotten": ("add_exactly_device(l_i, l_low, l)", "add_exactly_device(ZERO, l_low, l)"),
         "accumulators_folded_without_their_scale": ("p[0] = shared[np.uint32(SCALE + row + i)]", "p[0] = ONE"),
         "accumulators_folded_twice": (
             "num_splits))\n                        fill(acc, 0, ACC, ZERO)\n",

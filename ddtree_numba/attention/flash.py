@@ -16,7 +16,8 @@ and at the end ``out = acc / l_i``, ``lse = m_i + log(l_i)``.
 - Phase 1: the key tile goes from registers, where it was loaded ahead, to shared memory.
 - Phase 2: scores. A thread holds a small tile of them. The eight lanes of a group take every eighth run of four columns
   each, and their sums are added up as a tree: the chains of additions are D / 8 long.
-- Phase 3: online softmax, a few lanes a row. Only a tile that reaches past the prefix looks at the mask.
+- Phase 3: online softmax, a few lanes a row. Only a tile that reaches past the prefix looks at the mask. l_i is kept
+  in two numbers, so that no addition to it loses anything.
 - Phase 4: values. A thread holds the accumulators of its rows and columns in registers, and adds the sums over a key
   tile to them, four columns at a time. Half of the next key tile is loaded meanwhile.
 - Phase 5: after FOLD key tiles the accumulators are added to a sum in global memory and begin anew. So no sum is long,
@@ -169,7 +170,7 @@ def mirror(
         for first, last in parts:
             if first == last:
                 continue
-            m_i, l_i, m_sum, l_sum = (np.full(len(rows), x, np.float32) for x in (NEG_INF, ZERO, NEG_INF, ZERO))
+            m_i, l_i, l_low, m_sum = (np.full(len(rows), x, np.float32) for x in (NEG_INF, ZERO, ZERO, NEG_INF))
             acc, acc_sum = np.zeros((len(rows), R), np.float32), np.zeros((len(rows), R), np.float32)
             for tile in range(first, last):
                 # Phase 1: the key tile to shared memory
@@ -195,7 +196,8 @@ def mirror(
                 base = np.where(m == NEG_INF, ZERO, m)
                 p = np.exp(s - base[:, None])
                 scale = np.exp(m_i - base)
-                m_i, l_i = m, l_i * scale + sum_of_lanes(p, tiles)
+                m_i = m
+                l_i, l_low = add_exactly(l_i * scale, l_low * scale, sum_of_lanes(p, tiles))
 
                 # Phase 4: values
                 sums = np.add.reduce(p[:, :, None] * row[:, :R], axis=1)
@@ -204,16 +206,14 @@ def mirror(
                 # Phase 5: sums that do not grow long
                 if tile + 1 == last or (tile + 1 - first) % FOLD == 0:
                     scale = np.exp(m_sum - base)
-                    l_sum = l_sum * scale + l_i
                     acc_sum = acc_sum * scale[:, None] + acc
-                    m_sum, l_i, acc[:] = m_i, np.zeros_like(l_i), 0
-            states.append((m_sum, l_sum, acc_sum))
+                    m_sum, acc[:] = m_i, 0
+            states.append((m_sum, l_i + l_low, acc_sum))
 
         # Phase 6: the result, or a state for combine
         m, l, acc = states[0] if len(states) == 1 else combined(states)
         empty = l == ZERO
-        share = np.where(empty, ZERO, ONE / np.where(empty, ONE, l))
-        out[b, i, h] = array_from_f32(np.where(empty[:, None], ZERO, acc * share[:, None]), out.dtype)
+        out[b, i, h] = array_from_f32(np.where(empty[:, None], ZERO, acc / np.where(empty, 1, l)[:, None]), out.dtype)
         lse[b, i, h] = np.where(empty, NEG_INF, m + np.log(np.where(empty, 1, l)))
 
 
@@ -231,12 +231,12 @@ def combined(states):
     """One state of several, in their order."""
     m = functools.reduce(np.fmax, (m_n for m_n, _, _ in states))
     base = np.where(m == NEG_INF, ZERO, m)
-    l, acc = np.zeros_like(m), np.zeros_like(states[0][2])
+    l, l_low, acc = np.zeros_like(m), np.zeros_like(m), np.zeros_like(states[0][2])
     for m_n, l_n, acc_n in states:
         p = np.exp(m_n - base)
-        l = l + l_n * p
+        l, l_low = add_exactly(l, l_low, l_n * p)
         acc = acc + acc_n * p[:, None]
-    return m, l, acc
+    return m, l + l_low, acc
 
 
 def part_of(part, num_splits, part_tiles, count):
@@ -261,6 +261,13 @@ def reciprocal(l):
     if l == ZERO:
         return ZERO
     return ONE / l
+
+
+@cuda.jit(device=True, inline="always")
+def quotient(x, l, share):
+    """``x / l``, with the reciprocal of l at hand: a step of Newton's rounds as a division would, which is a call."""
+    q = x * share
+    return q + (x - q * l) * share
 
 
 @cuda.jit(device=True, inline="always")
@@ -320,6 +327,17 @@ def all_work(sums, batch, each):
     return total
 
 
+def add_exactly(total, low, x):
+    """``total + x``, and ``low`` with what its rounding lost (Knuth, TAOCP 2, 4.2.2, theorem B).
+
+    An error of the sum of the weights is an error of the whole row, which does not average out over columns.
+    """
+    rounded = total + x
+    added = rounded - total
+    return rounded, low + ((total - (rounded - added)) + (x - added))
+
+
+add_exactly_device = cuda.jit(device=True, inline="always")(add_exactly)
 part_of_device = cuda.jit(device=True, inline="always")(part_of)
 
 
@@ -392,7 +410,7 @@ def make_kernel(shape: Shape) -> Any:
     Q_TILE = N * DP
     WEIGHTS = Q_TILE + M * DP
     M_I = WEIGHTS + N * PITCH
-    L_I, SCALE, M_SUM, L_SUM = M_I + M, M_I + 2 * M, M_I + 3 * M, M_I + 4 * M
+    L_I, L_LOW, SCALE, M_SUM = M_I + M, M_I + 2 * M, M_I + 3 * M, M_I + 4 * M
     # What the block works on, in shared memory, where it takes no registers: request, first row, key tiles, keys.
     REQUEST = M_I + 5 * M
     ROW, FIRST, LAST, LEFT, COUNT, PREFIX_LENGTH, ORIGIN, STOP = (REQUEST + n for n in range(1, 9))
@@ -550,7 +568,10 @@ def make_kernel(shape: Shape) -> Any:
         if part == 0:
             scale = math.exp(m_i - base)
             shared[np.uint32(M_I + row)] = m
-            shared[np.uint32(L_I + row)] = shared[np.uint32(L_I + row)] * scale + l
+            l_i, l_low = shared[np.uint32(L_I + row)] * scale, shared[np.uint32(L_LOW + row)] * scale
+            l_i, l_low = add_exactly_device(l_i, l_low, l)
+            shared[np.uint32(L_I + row)] = l_i
+            shared[np.uint32(L_LOW + row)] = l_low
             shared[np.uint32(SCALE + row)] = scale
 
     @cuda.jit(device=True, inline="always")
@@ -593,12 +614,12 @@ def make_kernel(shape: Shape) -> Any:
         if row < M:
             shared[np.uint32(M_I + row)] = NEG_INF
             shared[np.uint32(L_I + row)] = ZERO
+            shared[np.uint32(L_LOW + row)] = ZERO
             shared[np.uint32(M_SUM + row)] = NEG_INF
-            shared[np.uint32(L_SUM + row)] = ZERO
 
     @cuda.jit(device=True, inline="always")
     def close_rows(shared):
-        """Phase 5, a thread a row: add l_i to the row's sum, at the present maximum; the factor for what was before."""
+        """Phase 5, a thread a row: the factor for the sums of before, and the maximum that they will be at."""
         row = fresh_thread() & (THREADS - 1)
         if row < M:
             m = shared[np.uint32(M_I + row)]
@@ -608,8 +629,6 @@ def make_kernel(shape: Shape) -> Any:
             scale = math.exp(shared[np.uint32(M_SUM + row)] - base)
             shared[np.uint32(SCALE + row)] = scale
             shared[np.uint32(M_SUM + row)] = m
-            shared[np.uint32(L_SUM + row)] = shared[np.uint32(L_SUM + row)] * scale + shared[np.uint32(L_I + row)]
-            shared[np.uint32(L_I + row)] = ZERO
 
     @cuda.jit(device=True, inline="always")
     def store_rows(shared, workspace, slot):
@@ -617,7 +636,8 @@ def make_kernel(shape: Shape) -> Any:
         row = fresh_thread() & (THREADS - 1)
         if row < M:
             workspace[np.uint64(slot + M * R + row)] = shared[np.uint32(M_SUM + row)]
-            workspace[np.uint64(slot + M * (R + 1) + row)] = shared[np.uint32(L_SUM + row)]
+            l = shared[np.uint32(L_I + row)] + shared[np.uint32(L_LOW + row)]
+            workspace[np.uint64(slot + M * (R + 1) + row)] = l
 
     @cuda.jit(device=True, inline="always")
     def add_sums(shared, workspace, slot, acc, p, v):
@@ -651,13 +671,13 @@ def make_kernel(shape: Shape) -> Any:
         while r < M and numbers[ROW] + r < out.shape[1] * num_heads:
             row = numbers[ROW] + r
             i, h = node_and_head(row, num_heads)
-            l = shared[np.uint32(L_SUM + r)]
+            l = shared[np.uint32(L_I + r)] + shared[np.uint32(L_LOW + r)]
             share = reciprocal(l)
             d = lane
             while d < R:
                 value = ZERO
                 if l != ZERO:
-                    value = shared[np.uint32(r * R + d)] * share
+                    value = quotient(shared[np.uint32(r * R + d)], l, share)
                 out[b, i, h, d] = from_f32(value, out)
                 d += 32
             if lane == 0:
@@ -858,11 +878,12 @@ def make_combine(shape: Shape) -> Any:
         base = m
         if m == NEG_INF:
             base = ZERO
-        l = ZERO
+        l, l_low = ZERO, ZERO
         for n in range(states):
             slot = (first_slot + n * step + (ahead if n == 0 else 0)) * SLOT
             m_n, l_n = state(workspace, slot, r)
-            l += l_n * math.exp(m_n - base)
+            l, l_low = add_exactly_device(l, l_low, l_n * math.exp(m_n - base))
+        l += l_low
 
         # Phase 3: the weighted sum of their accumulators
         fill(acc, 0, ACC, ZERO)
@@ -881,7 +902,7 @@ def make_combine(shape: Shape) -> Any:
             if d < R:
                 value = ZERO
                 if l != ZERO:
-                    value = acc[n] * share
+                    value = quotient(acc[n], l, share)
                 out[b, i, h, d] = from_f32(value, out)
         if lane == 0:
             lse[b, i, h] = log_sum(m, l)
