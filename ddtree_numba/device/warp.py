@@ -3,14 +3,15 @@
 All lanes of the warp must call these, and the compiler is told so (``convergent``), so that it never moves such a call
 into a branch that some lanes do not take.
 
-===================  ======================================================================
-``warp_max(x)``      largest uint32 of the warp's lanes, for each of them
-``warp_min(x)``      smallest
-``warp_votes(p)``    the lanes in which ``p`` is true, lane i as bit i of an uint32
+========================  ======================================================================
+``warp_max(x)``           largest uint32 of the warp's lanes, for each of them
+``warp_min(x)``           smallest
+``warp_votes(p)``         the lanes in which ``p`` is true, lane i as bit i of an uint32
 ``shuffle_xor(x, mask)``  the float32 ``x`` of lane ``lane ^ mask``
-``warp_sync()``      orders the lanes' accesses to shared memory before and behind it
-``choose(p, a, b)``  ``a`` where p is true, else ``b``, uint32; no branch is ever made of it (for one thread)
-===================  ======================================================================
+``warp_sync()``           orders the lanes' accesses to shared memory before and behind it
+``choose(p, a, b)``       ``a`` where p is true, else ``b``, uint32; no branch is ever made of it (for one thread)
+``fresh_thread()``        the thread's index, read anew: what is worked out from it takes no register until then
+========================  ======================================================================
 
 In the simulator the twins wait for the whole block, all of whose warps must make the same calls. The first three take a
 block for one warp of as many lanes as it has threads; `shuffle_xor` knows blocks of several warps.
