@@ -86,7 +86,7 @@ def test_16_bit_results_are_held_to_twice_the_error_of_casting():
     error = np.linalg.norm(exact.astype(ml_dtypes.bfloat16).astype(np.float64) - exact) / np.linalg.norm(exact)
     row = next(check.check_file(BFLOAT16, None))
     out = row.reports[0]
-    assert row.passed and row.checked == "all 153 blocks"
+    assert row.passed and row.checked == "all 153 rows"
     assert out.rel_frobenius == pytest.approx(2 * error) and 2e-3 < out.rel_frobenius < 4e-3
     assert out.rel_frobenius_error == pytest.approx(error, rel=0.01), "rounded once, to bfloat16"
 
@@ -137,23 +137,24 @@ def test_the_table_says_what_was_compared(capsys):
         assert cells[-6:-2] == ["0.0e+00", "-", "exact", "-"]
 
 
-@pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all blocks")
+@pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all rows")
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 1e9])
+@pytest.mark.parametrize("variant", ["three_phase", "flash"])
 @pytest.mark.parametrize("path", check.reference_files("verify_attention"), ids=lambda path: path.stem)
-def test_a_part_has_at_least_four_blocks_and_is_named(path, seconds):
+def test_a_part_has_at_least_four_rows_and_is_named(path, variant, seconds):
     tensors = kdtr.read(path)
-    arrays, checked = check._select(tensors, seconds)
-    blocks = int(np.prod(arrays["q"].shape[:3]))
+    arrays, checked = check._select(tensors, variant, seconds)
+    rows = int(np.prod(arrays["q"].shape[:3]))
     total = int(np.prod(tensors["q"].shape[:3]))
-    assert 4 <= blocks <= total
+    assert 4 <= rows <= total
     assert arrays["expected_out"].shape[:3] == arrays["expected_lse"].shape == arrays["q"].shape[:3]
     if seconds == 1e9:
-        assert blocks == total
-    if blocks == total:
-        assert checked == f"all {total} blocks"
+        assert rows == total
+    if rows == total:
+        assert checked == f"all {total} rows"
     else:
         heads = "head 0, " if tensors["q"].shape[2] == 1 else "heads 0 and "
-        assert checked.startswith(f"{blocks} of {total} blocks: nodes 0-{arrays['q'].shape[1] - 1}, {heads}")
+        assert checked.startswith(f"{rows} of {total} rows: nodes 0-{arrays['q'].shape[1] - 1}, {heads}")
 
 
 @pytest.mark.parametrize(

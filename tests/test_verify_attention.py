@@ -922,7 +922,12 @@ ERRORS: list[tuple[str, str, type[Exception], Any]] = [
     ("lse overlaps q", "lse", ValueError, out_over("q", "lse")),
     ("lse overlaps the cache", "lse", ValueError, out_over("kv_cache", "lse")),
     ("workspace is a list", "workspace", TypeError, value("workspace", [0.0])),
-    ("workspace is too small", "workspace", ValueError, value("workspace", np.zeros(16, np.float32))),
+    (
+        "workspace is too small",
+        "workspace",
+        ValueError,
+        lambda a: {"workspace": np.zeros(16, np.float32), "variant": FLASH},
+    ),
     ("workspace is misaligned", "workspace", ValueError, value("workspace", misaligned(np.zeros(2**16, np.float32)))),
     ("workspace is strided", "workspace", ValueError, value("workspace", np.zeros(2**17, np.float32)[::2])),
     ("workspace overlaps out", "workspace", ValueError, lambda a: {"workspace": a["out"]}),

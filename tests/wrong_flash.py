@@ -70,15 +70,15 @@ MISTAKES: dict[str, dict[str, Change]] = {
         "mask_left_out": ("    mask(shared, tree_mask, bits_per_word, numbers, tile, num_heads)\n", "    pass\n"),
         "maximum_of_one_lane": ("m = max(m, shuffle_xor(m, np.int32(other)))", "shuffle_xor(m, np.int32(other))"),
         "sum_of_one_lane": ("l += shuffle_xor(l, np.int32(other))", "shuffle_xor(l, np.int32(other))"),
-        "output_not_divided": ("shared[np.uint32(r * R + d)] * share", "shared[np.uint32(r * R + d)]"),
+        "output_not_divided": ("quotient(shared[np.uint32(r * R + d)], l, share)", "shared[np.uint32(r * R + d)]"),
         "lse_without_maximum": ("log_sum(shared[np.uint32(M_SUM + r)], l)", "log_sum(ZERO, l)"),
         "lse_in_bits": ("return m + math.log(l)", "return (m + math.log(l)) / np.float32(math.log(2.0))"),
     },
     "empty": {
         "root_seen_by_all": ("if j >= 0:", "if j > 0:"),
         "empty_row_not_zero": (
-            "                value = ZERO\n                if l != ZERO:\n                    value = shared",
-            "                value = ONE\n                if l != ZERO:\n                    value = shared",
+            "                value = ZERO\n                if l != ZERO:\n                    value = quotient(shared",
+            "                value = ONE\n                if l != ZERO:\n                    value = quotient(shared",
         ),
         "lse_of_an_empty_row": ("        return NEG_INF\n    return m", "        return ZERO\n    return m"),
     },
@@ -136,8 +136,8 @@ MISTAKES: dict[str, dict[str, Change]] = {
     "parts": {
         "empty_part_leaves_no_state": ("if left == 0:  # an empty", "if left < 0:  # an empty"),
         "states_not_weighed": ("p[0] = math.exp(m_n - base)", "p[0] = ONE"),
-        "sums_not_weighed": ("l += l_n * math.exp(m_n - base)", "l += l_n"),
-        "combined_not_divided": ("value = acc[n] * share", "value = acc[n]"),
+        "sums_not_weighed": ("l_low, l_n * math.exp(m_n - base))", "l_low, l_n)"),
+        "combined_not_divided": ("value = quotient(acc[n], l, share)", "value = acc[n]"),
         "second_four_of_a_lane_is_the_first": ("n // 4 * 128", "n // 4 * 64"),
         "columns_of_a_state_mixed_up": (
             "acc, i * COLS + 4 * j, array, at + i * R + 32 * j)",
