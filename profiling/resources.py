@@ -102,8 +102,7 @@ def flash_kernels(name: str, problem: Problem) -> Iterator[Kernel]:
     head, tail = flash.arguments(problem, plan)
     results = (arrays.view("workspace", np.zeros(4, np.float32)), problem.out, problem.lse)
     signature = launch.signature(launch.type_keys((*head, *tail, *results)))
-    large_enough = tuple(cc for cc in ARCHITECTURES if cc in ((9, 0), (10, 0)))
-    tiles = {"large": (flash.LARGE, large_enough), "small": (flash.SMALL, ARCHITECTURES)}
+    tiles = {"large": (flash.LARGE, ((9, 0),)), "small": (flash.SMALL, ARCHITECTURES)}
     for size, (tile, architectures) in tiles.items():
         shape = plan.shape._replace(tiles=tile)
         bounds, nbytes = (32 * tile.warps, tile.blocks), flash.shared_bytes(tile, problem.head_dim)

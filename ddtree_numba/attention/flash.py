@@ -52,7 +52,16 @@ from ddtree_numba.attention.three_phase import locate, sees
 from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import HOST, View, empty, view
 from ddtree_numba.device.bf16 import array_from_f32, array_to_f32, from_f32
-from ddtree_numba.device.launch import copy_in, copy_out, device_name, jit, launch, multiprocessors, shared_bytes_limit
+from ddtree_numba.device.launch import (
+    compute_capability,
+    copy_in,
+    copy_out,
+    device_name,
+    jit,
+    launch,
+    multiprocessors,
+    shared_bytes_limit,
+)
 from ddtree_numba.device.runtime import require_backend
 from ddtree_numba.device.tiles import (
     fill,
@@ -1006,9 +1015,16 @@ def make_plan(
 
 
 def fitting_tiles(kv_lora_rank: int, head_dim: int, device: int) -> list[Tiles]:
-    """The tiles whose accumulators fit the registers, and which fit a GPU's shared memory."""
-    limit = shared_bytes_limit(device)
-    return [x for x in TILES if kv_lora_rank <= x.max_rank and shared_bytes(x, head_dim) <= limit]
+    """The tiles whose accumulators fit the registers, and which fit a GPU's shared memory.
+
+    LARGE is for compute capability 9 alone: on 10 it has the memory, but the compiler spills a few registers.
+    """
+    limit, major = shared_bytes_limit(device), compute_capability(device)[0]
+    return [
+        x
+        for x in TILES
+        if (x != LARGE or major == 9) and kv_lora_rank <= x.max_rank and shared_bytes(x, head_dim) <= limit
+    ]
 
 
 def tile_pairs(tiles: Tiles, num_rows: int, num_keys: int) -> int:

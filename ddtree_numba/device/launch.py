@@ -77,6 +77,14 @@ def multiprocessors(device: int) -> int:
     return int(gpu.MULTIPROCESSOR_COUNT)
 
 
+def compute_capability(device: int) -> tuple[int, int]:
+    """Of a GPU; -1 means the current one."""
+    if not runtime.has_gpu():
+        return 9, 0
+    major, minor = (cuda.get_current_device() if device == HOST else cuda.gpus[device]).compute_capability
+    return int(major), int(minor)
+
+
 def jit(*, launch_bounds: tuple[int, int]) -> Any:
     """``cuda.jit`` with a cap on registers: threads a block, and blocks that must fit a multiprocessor.
 
