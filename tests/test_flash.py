@@ -102,6 +102,13 @@ def test_large_tiles_in_the_simulator(monkeypatch):
     check(make_inputs(Case("large_tiles", (N - 1,), Q=2)), FLASH, num_splits=2)
 
 
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), [16]), ((9, 0), [64, 16]), ((10, 0), [16])])
+def test_large_tiles_are_for_compute_capability_9(monkeypatch, capability, expected):
+    monkeypatch.setattr(flash, "TILES", (flash.LARGE, flash.SMALL))
+    monkeypatch.setattr(flash, "compute_capability", lambda device: capability)
+    assert [tiles.rows for tiles in flash.fitting_tiles(512, 576, -1)] == expected
+
+
 @each_tiles
 @without_gpu
 def test_seventeen_nodes_of_nine_heads_in_the_mirror(monkeypatch, tiles):

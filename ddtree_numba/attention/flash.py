@@ -992,11 +992,11 @@ def make_plan(
         )
     longest = {ALL: num_nodes + max_seqlen, TREE: num_nodes, PREFIX: max(max_seqlen, 1)}[part]
     chosen = tiles[0]
-    if num_splits is None and not batch_invariant:  # else bits would depend on the batch
-        enough = LEAST_WORK * multiprocessors(device)
-        chosen = tiles[0] if batch * tile_pairs(chosen, num_nodes * num_heads, longest) >= enough else tiles[-1]
-    if not wide:
-        chosen = tiles[-1]  # reading single elements takes registers that LARGE does not have
+    little = batch * tile_pairs(chosen, num_nodes * num_heads, longest) < LEAST_WORK * multiprocessors(device)
+    # With splits given or fixed, bits would depend on the batch. Reading single elements takes registers that LARGE
+    # does not have.
+    if not wide or (little and num_splits is None and not batch_invariant):
+        chosen = tiles[-1]
     row_tiles, most_tiles = -(-num_nodes * num_heads // chosen.rows), -(-longest // chosen.keys)
     shape = Shape(chosen, kv_lora_rank, head_dim, int(wide))
     part_tiles = 0

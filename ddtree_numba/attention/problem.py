@@ -257,9 +257,7 @@ def _results(out: Any, lse: Any, out_dtype: Any, q: View) -> tuple[tuple[Any, An
 def _scratch(workspace: Any) -> View:
     scratch = arrays.view("workspace", workspace)
     nbytes = math.prod(scratch.shape) * scratch.dtype.itemsize
-    wanted = arrays.contiguous_strides(scratch.shape, scratch.dtype.itemsize)
-    in_c_order = all(n == 1 or s == w for n, s, w in zip(scratch.shape, scratch.strides, wanted, strict=True))
-    if nbytes and not (in_c_order and scratch.pointer % 16 == 0):
+    if nbytes and not (scratch.in_c_order and scratch.pointer % 16 == 0):
         raise ValueError(f"{scratch} must be in C order, at an address that is a multiple of 16")
     return replace(scratch, shape=(nbytes // 4,), strides=(4,), dtype=np.dtype(np.float32))
 

@@ -113,7 +113,8 @@ def verify_attention(
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
-    if variant.startswith("three_phase") and require_splits(num_splits) not in (None, 1):
+    num_splits = require_splits(num_splits)
+    if variant.startswith("three_phase") and num_splits not in (None, 1):
         raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
     problem = make_problem(
         q,
@@ -130,7 +131,6 @@ def verify_attention(
         workspace=workspace,
         validate=validate,
     )
-    num_splits = require_splits(num_splits)
     if variant == "three_phase_numpy":
         three_phase.run_mirror(problem)
     elif variant == "three_phase" or (variant == "auto" and not takes_flash(problem, num_splits)):

@@ -94,6 +94,12 @@ class View:
         high = self.pointer + sum(r for r in reach if r > 0) + self.dtype.itemsize
         return low, high
 
+    @property
+    def in_c_order(self) -> bool:
+        """Whether the elements follow each other as in C; the stride of an axis of length 1 does not matter."""
+        wanted = contiguous_strides(self.shape, self.dtype.itemsize)
+        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+
     def _interface(self, dtype: np.dtype[Any]) -> dict[str, Any]:
         data = (self.pointer, self.read_only)
         return {"shape": self.shape, "strides": self.strides, "typestr": dtype.str, "data": data, "version": 3}

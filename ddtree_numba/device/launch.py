@@ -17,7 +17,7 @@ from numba import cuda
 from numba.cuda import types
 
 from ddtree_numba.device import runtime
-from ddtree_numba.device.arrays import HOST, View, contiguous_strides, kernel_dtype, view
+from ddtree_numba.device.arrays import HOST, View, kernel_dtype, view
 
 if runtime.SIMULATOR:
     from ddtree_numba.device.arrays import SimulatedArray
@@ -176,9 +176,7 @@ def type_keys(args: tuple[Any, ...]) -> tuple[tuple[np.dtype[Any], int, str], ..
     keys = []
     for a in args:
         if isinstance(a, View):
-            wanted = contiguous_strides(a.shape, a.dtype.itemsize)
-            in_c_order = all(n == 1 or s == w for n, s, w in zip(a.shape, a.strides, wanted, strict=True))
-            keys.append((kernel_dtype(a.dtype), len(a.shape), "C" if in_c_order else "A"))
+            keys.append((kernel_dtype(a.dtype), len(a.shape), "C" if a.in_c_order else "A"))
         else:
             keys.append((a.dtype, 0, ""))
     return tuple(keys)

@@ -82,10 +82,9 @@ else:
     from numba.cuda.extending import intrinsic
 
     from ddtree_numba.device.bf16 import widen
+    from ddtree_numba.device.warp import butterfly
 
     _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
-    _ALL_LANES = 0xFFFFFFFF
-    _BUTTERFLY = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
 
     def _constants(*sizes):
         """Their values, or None when Numba tries types without values first; it comes again with them."""
@@ -267,16 +266,13 @@ else:
             places = _places(builder, _data(context, builder, tile, args[0]).data, _I32(0), count)
             values = [builder.load(p) for p in places]
             lane = builder.call(ir.InlineAsm(ir.FunctionType(_I32, []), "mov.u32 $0, %laneid;", "=r"), [])
-            butterfly = ir.InlineAsm(ir.FunctionType(_F32, [_F32, _I32]), _BUTTERFLY, "=f,f,r", side_effect=True)
             for mask in (16, 8, 4):
                 # A lane keeps the half of its bit, and hands the other half to the lane that keeps that one.
                 upper = builder.icmp_unsigned("!=", builder.and_(lane, _I32(mask)), _I32(0))
                 half = len(values) // 2
                 kept = []
                 for low, high in zip(values[:half], values[half:], strict=True):
-                    sent = builder.call(
-                        butterfly, [builder.select(upper, low, high), _I32(mask)], attrs=("convergent",)
-                    )
+                    sent = butterfly(builder, builder.select(upper, low, high), _I32(mask))
                     kept.append(builder.fadd(builder.select(upper, high, low), sent))
                 values = kept
             for value, place in zip(values, places, strict=False):

@@ -94,13 +94,15 @@ else:
     def warp_votes(p):
         return np.uint32(cuda.ballot_sync(_ALL_LANES, p))
 
+    def butterfly(builder, x, mask):
+        function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _I32])
+        asm = ir.InlineAsm(function_type, "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;", "=f,f,r", side_effect=True)
+        return builder.call(asm, [x, mask], attrs=("convergent",))
+
     @intrinsic
     def shuffle_xor(typingctx, x, mask):
         def codegen(context, builder, signature, args):
-            function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType(), _I32])
-            text = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
-            asm = ir.InlineAsm(function_type, text, "=f,f,r", side_effect=True)
-            return builder.call(asm, args, attrs=("convergent",))
+            return butterfly(builder, *args)
 
         return types.float32(types.float32, types.int32), codegen
 
