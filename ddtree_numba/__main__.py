@@ -173,7 +173,8 @@ def _print_rows(rows: list[check.Row]) -> None:
     table.caption = (
         "verify_attention: errors of out (bound: of rel. F., relative Frobenius); lse relative to max(1, |lse|). "
         "merge_states: errors of out relative to the states' largest element; lse likewise. "
-        "topk_logprobs: errors of logprobs relative to max(1, |lse|, |logit|); ids exact. exact: results must be equal."
+        "topk_logprobs: errors of logprobs relative to max(1, |lse|, |logit|); ids exact. "
+        "target_probs: relative to p * (1 + |a|), a = (logit - max) / temperature. exact: results must be equal."
     )
     for row in rows:
         cells = (row.variant, row.checked.split(":")[0], *_cells(row.reports), f"{row.seconds:.3f}")

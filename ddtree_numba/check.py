@@ -18,6 +18,11 @@ import numpy as np
 from numba import cuda
 
 from ddtree_numba import kdtr
+from ddtree_numba.accept import argmax_tokens as argmax
+from ddtree_numba.accept import compact_kv as compact
+from ddtree_numba.accept import greedy, sampled, sglang
+from ddtree_numba.accept import target_probs as probabilities
+from ddtree_numba.accept.accepted import Accepted
 from ddtree_numba.attention import flash, merge, three_phase
 from ddtree_numba.attention.verify import verify_attention
 from ddtree_numba.compare import Report, compare
@@ -48,6 +53,15 @@ SIMULATED_ROUND = 0.01
 # In build_tree: nodes a second. In the encodings: pairs of nodes of a tree.
 SIMULATED_NODES = 110.0
 SIMULATED_PAIRS = 6_000.0
+# In the accept operators: the seconds that a file takes at most, so that all of them take some ten; those of a row of
+# argmax_tokens, and the logits a second beside them; those of a row of target_probs; those of a request that is sampled
+# in two ways, and the probabilities a second beside them.
+SIMULATED_MOST = 1.0
+SIMULATED_ARGMAX = 0.05
+SIMULATED_ARGMAX_LOGITS = 35_000.0
+SIMULATED_PROBS = 0.6
+SIMULATED_WALKS = 0.15
+SIMULATED_PROBABILITIES = 1_400.0
 
 # verify_attention: the contract on lse, relative to max(1, |lse|).
 LSE_BOUND = 1e-5
@@ -57,6 +71,16 @@ MERGE_BOUND = 4 * float(np.finfo(np.float32).eps)
 
 # topk_logprobs: the bound on logprobs, relative to max(1, |lse|, |logit|).
 LOGPROB_BOUND = 4 * float(np.finfo(np.float32).eps)
+
+# target_probs: the bound on probabilities, relative to p * (1 + |a|), a being the token's exponent.
+PROBS_BOUND = 4 * float(np.finfo(np.float32).eps)
+
+# What a walk through a tree leaves.
+ACCEPTED = ("nodes", "num_accepted", "bonus_tokens", "flags", "tokens")
+
+# verify_tree_greedy: what is read, in SGLang's order, and what is written to.
+SGLANG_FORMS = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling", "target_predict")
+SGLANG_RESULTS = ("predicts", "accept_index", "accept_token_num")
 
 # tree_encodings: what engines take.
 ENGINE_FORMS = (
@@ -184,6 +208,7 @@ def _run(
     elapsed = timed()
     if on_device:
         if not runtime.SIMULATOR:
+            arrays = arrays[0], _to_device(results)  # what is updated in place starts anew
             elapsed = timed()  # the first call compiled
         results = {name: array.copy_to_host().view(results[name].dtype) for name, array in arrays[1].items()}
     return results, elapsed
@@ -496,6 +521,192 @@ def _first_requests(tensors: Tensors, requests: int) -> Tensors:
     return {name: array[: sizes.get(name, requests)] for name, array in arrays.items()}
 
 
+def _affordable(seconds: float | None, each: float, total: int) -> int:
+    """How many of so many pieces of work there is time for; at least four."""
+    return total if seconds is None else min(total, max(4, int(min(seconds, SIMULATED_MOST) / each)))
+
+
+def _spread(count: int, batch: int) -> list[int]:
+    """That many requests, one every so often, since each of them is another difficulty."""
+    return [n * batch // count for n in range(count)]
+
+
+def _check_argmax_tokens(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    logits, expected = tensors["logits"], tensors["target_tokens"]
+    total = expected.size
+    each = SIMULATED_ARGMAX + logits.shape[2] / SIMULATED_ARGMAX_LOGITS
+    count = _affordable(seconds, each, total)
+    checked = f"all {total} rows"
+    if count < total:
+        checked = f"{count} of {total} rows: {_first('row', count)}"
+        logits, expected = logits.reshape(1, total, -1)[:, :count], expected.reshape(1, total)[:, :count]
+
+    def call(inputs: dict[str, Any], results: dict[str, Any]) -> None:
+        if variant == "kernel_numpy":
+            argmax.mirror(_bits(inputs["logits"]), _bits(inputs["logits"]), results["target_tokens"])
+        else:
+            argmax.argmax_tokens(inputs["logits"], out=results["target_tokens"])
+
+    result, elapsed = _run(variant, {"logits": logits}, {"target_tokens": _unwritten(expected)}, call)
+    return checked, (_exact("target_tokens", result["target_tokens"], expected),), elapsed
+
+
+def _walk_arguments(x: dict[str, Any], max_depth: int) -> tuple[tuple[Any, ...], DraftTree]:
+    """The tree as a walk's mirror takes it, and as its function does."""
+    names = ("tokens", "first_child", "next_sibling", "num_nodes")
+    return tuple(x[name] for name in names), DraftTree(**{name: x[name] for name in DTYPES}, max_depth=max_depth)
+
+
+def _accepted(arrays: dict[str, Any], prefix: str) -> Accepted:
+    return Accepted(**{name: arrays[prefix + name] for name in ACCEPTED})
+
+
+def _check_accept_greedy(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    depth, batch = int(tensors["max_depth"]), len(tensors["num_nodes"])
+    stop_tokens = tensors["stop_tokens"]
+    expected = {name: tensors[f"accepted.{name}"] for name in ACCEPTED}
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        walked, tree = _walk_arguments(x, depth)
+        if variant == "kernel_numpy":
+            stops = np.broadcast_to(stop_tokens, (batch, stop_tokens.shape[-1]))
+            arguments = [*walked, x["target_tokens"], stops, *out.values()]
+            greedy.mirror(*arguments)
+        else:
+            greedy.accept_greedy(tree, x["target_tokens"], stop_tokens=x["stop_tokens"], out=_accepted(out, ""))
+
+    inputs = {name: tensors[name] for name in (*DTYPES, "target_tokens", "stop_tokens")}
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, inputs, unwritten, call)
+    reports = tuple(_exact(name, result[name], array) for name, array in expected.items())
+    return f"all {batch} requests", reports, elapsed
+
+
+def _check_accept_sampled(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """Draws from seeds and positions, then from uniforms; integers decide both, so all results must be equal."""
+    depth, batch = int(tensors["max_depth"]), len(tensors["num_nodes"])
+    stop_tokens = tensors["stop_tokens"]
+    each = SIMULATED_WALKS + tensors["target_probs"].shape[2] / SIMULATED_PROBABILITIES
+    part = _spread(_affordable(seconds, each, batch), batch)
+    given = (*DTYPES, "target_probs", "seeds", "positions", "uniforms")
+    inputs = {name: tensors[name][part] for name in given} | {"stop_tokens": stop_tokens}
+    expected = {
+        f"{kind}.{name}": tensors[f"{kind}.{name}"][part] for kind in ("seeded", "uniform") for name in ACCEPTED
+    }
+    count = len(part)
+    checked = f"all {batch} requests"
+    if count < batch:
+        checked = f"{count} of {batch} requests: {', '.join(map(str, part))}"
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        walked, tree = _walk_arguments(x, depth)
+        probs, seeds, positions, uniforms = (x[name] for name in ("target_probs", "seeds", "positions", "uniforms"))
+        if variant == "kernel_numpy":
+            stops = np.broadcast_to(stop_tokens, (count, stop_tokens.shape[-1]))
+            for kind, draws in (("seeded", (seeds, positions, None)), ("uniform", (None, None, uniforms))):
+                arguments = [*walked, _bits(probs), *draws, stops, *(out[f"{kind}.{name}"] for name in ACCEPTED)]
+                sampled.mirror(*arguments)
+        else:
+            seeded, uniform = _accepted(out, "seeded."), _accepted(out, "uniform.")
+            stop: dict[str, Any] = {"stop_tokens": x["stop_tokens"]}
+            sampled.accept_sampled(tree, probs, seeds=seeds, positions=positions, out=seeded, **stop)
+            sampled.accept_sampled(tree, probs, uniforms=uniforms, out=uniform, **stop)
+
+    unwritten = {name: _unwritten(array) for name, array in expected.items()}
+    result, elapsed = _run(variant, inputs, unwritten, call)
+    return checked, tuple(_exact(name, result[name], array) for name, array in expected.items()), elapsed
+
+
+def _check_target_probs(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """The same tokens must be kept, with probabilities within PROBS_BOUND * p * (1 + |a|), a = (x - max) / T.
+
+    In units of u = eps/2: x - max, 1/T and their product are rounded by u each, which makes the exponent a wrong by
+    3 u * |a| and exp(a) by as much of itself; exp adds 4 u, but no more than u near exp(0) = 1. The sum of the row is
+    wrong by the mean of this over its probabilities, in which only the error of 1/T does not average out: u * mean |a|,
+    which is 3 u at most on the files. The sum as a float32, its reciprocal, the product with exp(a), and the expected
+    value are rounded by u each. These are 8 u where a is 0; elsewhere 11 u + 3 u * |a|, below 8 u * (1 + |a|) from
+    |a| = 0.6 on, and exp is not off by more than 2 u before.
+    """
+    batch, num_nodes = tensors["logits"].shape[:2]
+    total = batch * num_nodes
+    count = _affordable(seconds, SIMULATED_PROBS, total)
+    part = _spread(min(count, batch), batch)
+    nodes = count // len(part)
+    checked = f"all {total} rows"
+    if count < total:
+        which = f"{_first('node', nodes)} of requests {', '.join(map(str, part))}"
+        checked = f"{nodes * len(part)} of {total} rows: {which}"
+    inputs = {"logits": tensors["logits"][part, :nodes]}
+    inputs |= {name: tensors[name][part] for name in ("temperature", "top_k", "top_p")}
+    expected = tensors["target_probs"][part, :nodes]
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        limits = x["temperature"], x["top_k"], x["top_p"]
+        if variant == "kernel_numpy":
+            logits = _bits(x["logits"])
+            probabilities.mirror(logits, logits, *limits, probabilities.LOWEST[logits.dtype.name], out["target_probs"])
+        else:
+            probabilities.target_probs(x["logits"], *limits, out=out["target_probs"])
+
+    result, elapsed = _run(variant, inputs, {"target_probs": _unwritten(expected)}, call)
+
+    found, kept = result["target_probs"], expected > 0
+    logits = np.where(kept, inputs["logits"].astype(np.float64), -np.inf)
+    temperature = np.where(inputs["temperature"] > 0, inputs["temperature"], 1).astype(np.float64)[:, None, None]
+    below = logits.max(axis=2, keepdims=True, where=kept, initial=-np.inf)
+    exponents = np.zeros(logits.shape)
+    np.subtract(logits, below, out=exponents, where=kept)
+    unit = np.where(kept, expected * (1 + np.abs(exponents / temperature)), 1)
+    probs = compare(found / unit, expected / unit, name="target_probs", max_abs=PROBS_BOUND)
+    return checked, (probs, _exact("kept", found > 0, kept)), elapsed
+
+
+def _check_compact_kv(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    """Every byte of the caches. The lengths and `gather_accepted` have kernels, and no mirrors."""
+    caches = [name for name in tensors if name.startswith("kv_cache_")]
+    batch = len(tensors["cache_seqlens"])
+    given = [f"accepted.{name}" for name in ACCEPTED]
+    inputs = {name: tensors.get(name) for name in (*given, "x", "block_table")}
+    results = {name: np.array(tensors[name]) for name in caches}
+    expected = {name: tensors[f"compacted.{name}"] for name in caches}
+    if variant != "kernel_numpy":
+        results["cache_seqlens"] = np.array(tensors["cache_seqlens"])
+        results["gathered"] = _unwritten(tensors["gathered"])
+        expected |= {"cache_seqlens": tensors["compacted.cache_seqlens"], "gathered": tensors["gathered"]}
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        if variant == "kernel_numpy":
+            table = np.arange(batch)[:, None] if x["block_table"] is None else x["block_table"]
+            path = tensors["cache_seqlens"], x["accepted.nodes"], x["accepted.num_accepted"]
+            for cache in out.values():
+                rows = _bits(cache).reshape(*cache.shape[:2], -1)
+                compact.mirror(rows, np.zeros(1, np.int64), rows.shape[2], table, *path)
+            return
+        accepted = _accepted(x, "accepted.")
+        layers = [out[name] for name in caches]
+        compact.compact_kv(layers, out["cache_seqlens"], accepted, block_table=x["block_table"])
+        compact.gather_accepted(x["x"], accepted, out=out["gathered"])
+
+    result, elapsed = _run(variant, inputs, results, call)
+    reports = tuple(_exact(name, result[name], array) for name, array in expected.items())
+    return f"all {batch} requests", reports, elapsed
+
+
+def _check_verify_tree_greedy(tensors: Tensors, variant: str, seconds: float | None) -> _Outcome:
+    inputs = {name: tensors[name] for name in SGLANG_FORMS}
+    results = {name: np.array(tensors[name]) for name in SGLANG_RESULTS}
+
+    def call(x: dict[str, Any], out: dict[str, Any]) -> None:
+        if variant == "kernel_numpy":
+            sglang.mirror(*x.values(), *out.values())
+        else:
+            sglang.verify_tree_greedy(**out, **x)
+
+    result, elapsed = _run(variant, inputs, results, call)
+    reports = tuple(_exact(name, result[name], tensors[f"accepted.{name}"]) for name in SGLANG_RESULTS)
+    return f"all {len(inputs['candidates'])} requests", reports, elapsed
+
+
 class _Operator(NamedTuple):
     """What a file for it must hold, its variants, and what checks one: of tensors, variant and time budget."""
 
@@ -537,5 +748,43 @@ OPERATORS = {
         ),
         ("kernels",),
         _check_tree_encodings,
+    ),
+    "argmax_tokens": _Operator(
+        ("logits", "target_tokens"),
+        ("kernel_numpy", "kernel"),
+        _check_argmax_tokens,
+    ),
+    # Links and numbers of nodes of a tree may be wrong here.
+    "accept_greedy": _Operator(
+        ("max_depth", *DTYPES, "target_tokens", "stop_tokens", *(f"accepted.{name}" for name in ACCEPTED)),
+        ("kernel_numpy", "kernel"),
+        _check_accept_greedy,
+    ),
+    "accept_sampled": _Operator(
+        (
+            *("max_depth", *DTYPES, "target_probs", "seeds", "positions", "uniforms", "stop_tokens"),
+            *(f"{kind}.{name}" for kind in ("seeded", "uniform") for name in ACCEPTED),
+        ),
+        ("kernel_numpy", "kernel"),
+        _check_accept_sampled,
+    ),
+    "target_probs": _Operator(
+        ("logits", "temperature", "top_k", "top_p", "target_probs"),
+        ("kernel_numpy", "kernel"),
+        _check_target_probs,
+    ),
+    # A paged file also has block_table; each layer is a kv_cache and a compacted one.
+    "compact_kv": _Operator(
+        (
+            *("kv_cache_0", "compacted.kv_cache_0", "cache_seqlens", "compacted.cache_seqlens", "x", "gathered"),
+            *(f"accepted.{name}" for name in ACCEPTED),
+        ),
+        ("kernel_numpy", "kernel"),
+        _check_compact_kv,
+    ),
+    "verify_tree_greedy": _Operator(
+        (*SGLANG_FORMS, *SGLANG_RESULTS, *(f"accepted.{name}" for name in SGLANG_RESULTS)),
+        ("kernel_numpy", "kernel"),
+        _check_verify_tree_greedy,
     ),
 }

@@ -2,8 +2,8 @@
 
 Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills registers, uses local memory, or holds a
 double-precision instruction that does not belong there: attention and top-k are float32 throughout, and a stray Python
-literal would be float64; the scores of the tree builders are float64 by contract. Needs the toolkit wheels of the extra
-``compile``.
+literal would be float64; the scores of the tree builders are float64 by contract, and accept_sampled takes uniforms of
+64 bits. Needs the toolkit wheels of the extra ``compile``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,11 +25,13 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "0"  # compiling is for real, whether or no
 import ml_dtypes
 import numpy as np
 from cuda.bindings import nvjitlink
-from numba import cuda
+from numba.cuda import compiler
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from ddtree_numba import step
+from ddtree_numba.accept import accepted, argmax_tokens, compact_kv, greedy, sampled, sglang, target_probs
 from ddtree_numba.attention import flash, merge, three_phase
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device import arrays, launch
@@ -60,7 +62,7 @@ def kernels() -> Iterator[Kernel]:
     So of each variant, all in one dtype and in C order stand first, then the one that is farthest from it: all strides
     free, dtypes mixed.
     """
-    return chain(attention_kernels(), merge_kernels(), topk_kernels(), build_kernels())
+    return chain(attention_kernels(), merge_kernels(), topk_kernels(), build_kernels(), accept_kernels())
 
 
 def attention_kernels() -> Iterator[Kernel]:
@@ -122,14 +124,19 @@ def strided(x: np.ndarray) -> np.ndarray:
 
 def launched(run: Any, problem: Any, room: ModuleType) -> tuple[Any, tuple[Any, ...], int]:
     """Kernel, argument types and dynamic shared memory of what ``run`` launches, which it does from module ``room``."""
+    return recorded(lambda: run(problem), room)[0]
+
+
+def recorded(call: Callable[[], Any], room: ModuleType) -> list[tuple[Any, tuple[Any, ...], int]]:
+    """The same of all that a call launches."""
     found = []
 
     def record(kernel: Any, blocks: Any, threads: int, args: Any, *, results: int, shared_bytes: int) -> None:
         found.append((kernel, launch.signature(launch.type_keys(args)), shared_bytes))
 
-    with mock.patch.multiple(room, launch=record, require_backend=lambda: None):
-        run(problem)
-    return found[0]
+    with mock.patch.multiple(room, launch=record, require_backend=lambda: None, create=True):
+        call()
+    return found
 
 
 def merge_kernels() -> Iterator[Kernel]:
@@ -189,9 +196,81 @@ def build_kernels() -> Iterator[Kernel]:
             )
 
 
-def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], cc: tuple[int, int]) -> dict:
+def accept_kernels() -> Iterator[Kernel]:
+    """Accepting and moving, the last of each with single elements for words, ids of 64 bits, all strides free."""
+    float32, _, bfloat16 = DTYPES
+    for layout, lay, dtype, ids in (
+        ("bfloat16", np.ascontiguousarray, bfloat16, np.int32),
+        ("float32 strided", strided, float32, np.int64),
+    ):
+        for name, (room, call) in accept_calls(lay, dtype, np.dtype(ids)).items():
+            ((kernel, signature, nbytes),) = recorded(call, room)
+            bounds = room.LAUNCH_BOUNDS if hasattr(room, "LAUNCH_BOUNDS") else (room.THREADS, 1)
+            yield Kernel(f"{name} {layout}", kernel, signature, bounds, nbytes, float64=name == "sampled")
+    yield from step_kernels()
+
+
+def step_kernels() -> Iterator[Kernel]:
+    """The small ones of a step and of the lengths, whose arrays are the caller's: all strides free."""
+    tree = tree_of(strided)
+    views = [arrays.view(name, getattr(tree, name)) for name in draft_tree.DTYPES]
+    vector, matrix = views[list(draft_tree.DTYPES).index("num_nodes")], views[0]
+    for name, kernel, args in (
+        ("advance", compact_kv.advance_kernel, (vector, np.int32(0), np.int32(0), vector)),
+        ("prepare", step.prepare_kernel, (vector, vector, *views, vector, matrix)),
+        ("finish", step.finish_kernel, (vector, vector, vector, np.int32(0), vector, vector)),
+    ):
+        yield Kernel(name, kernel, launch.signature(launch.type_keys(args)), (step.THREADS, 1), 0)
+
+
+def accept_calls(lay: Any, dtype: np.dtype, ids: np.dtype) -> dict[str, tuple[ModuleType, Callable[[], Any]]]:
+    """Calls that launch one kernel each, and the module that they do it from."""
+    tree = tree_of(lay)
+    paths = {name: lay(np.zeros(shape, np.int32)) for name, shape in accepted.shapes(2, 3).items()}
+    path = accepted.Accepted(**paths)
+    rows, probs = lay(np.zeros((2, 4, 64), dtype)), np.zeros((2, 4, 64), np.float32)
+    lengths, numbers, per_node = lay(np.zeros(2, np.int32)), lay(np.zeros(2, ids)), lay(np.zeros((2, 4), ids))
+    draws = {"seeds": lay(np.zeros(2, np.int64)), "positions": lay(np.zeros(2, np.int32))}
+    if lay is strided:
+        draws = {"uniforms": lay(np.zeros((2, 4)))}
+    controls = lay(np.ones(2, np.float32)), lay(np.ones(2, np.int32)), lay(np.ones(2, np.float32))
+    cache = np.zeros((2, 8, 64), dtype)[:, :: 2 if lay is strided else 1]  # rows must follow C order
+    moved = [arrays.view("x", x) for x in (lengths, paths["nodes"], paths["num_accepted"], paths["nodes"])]
+    flat = lay(np.zeros(8, np.int32))
+    return {
+        "argmax_tokens": (argmax_tokens, lambda: argmax_tokens.argmax_tokens(rows)),
+        "sampled": (sampled, lambda: sampled.accept_sampled(tree, rows, **draws, stop_tokens=numbers, out=path)),
+        "target_probs": (target_probs, lambda: target_probs.target_probs(rows, *controls, out=lay(probs))),
+        "greedy": (greedy, lambda: greedy.accept_greedy(tree, per_node, stop_tokens=numbers, out=path)),
+        "compact_kv": (compact_kv, lambda: compact_kv.move([arrays.view("cache", cache)], *moved)),
+        "gather": (compact_kv, lambda: compact_kv.gather_accepted(cache, path)),
+        "sglang": (sglang, lambda: sglang.verify_tree_greedy(flat, paths["nodes"], lengths, *[per_node] * 5)),
+    }
+
+
+def tree_of(lay: Any) -> draft_tree.DraftTree:
+    """Two trees of 4 nodes."""
+    shapes = draft_tree.shapes(2, 4)
+    found = {name: lay(np.zeros(shapes[name], dtype)) for name, dtype in draft_tree.DTYPES.items()}
+    return draft_tree.DraftTree(**found, max_depth=3)
+
+
+def library_of(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int]) -> Any:
+    """A kernel as Numba gives it to NVVM, which is the same for all architectures here and takes most of the time."""
+    library, _ = compiler._compile_pyfunc_with_fixup(
+        kernel.py_func, signature, device=False, cc=ARCHITECTURES[0], abi="numba", launch_bounds=bounds
+    )
+    return library
+
+
+def ptx_of(library: Any, cc: tuple[int, int]) -> str:
+    """The PTX for one architecture: what cuda.compile_ptx returns."""
+    (ptx,) = library.get_asm_strs(cc=cc)
+    return ptx
+
+
+def resources_of(ptx: str, cc: tuple[int, int]) -> dict:
     """Compile to machine code; returns registers a thread, bytes spilled, of stack and of code, and float64 count."""
-    ptx, _ = cuda.compile_ptx(kernel.py_func, signature, device=False, cc=cc, launch_bounds=bounds)
     linker = nvjitlink.create(2, [f"-arch=sm_{cc[0]}{cc[1]}", "-verbose"])
     try:
         data = ptx.encode()
@@ -207,6 +286,12 @@ def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, i
     return {**used, "float64": len(re.findall(r"\.f64\b", ptx)), "code_bytes": code_bytes}
 
 
+def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], *ccs: tuple[int, int]) -> list:
+    """The resources of a kernel on each of these architectures."""
+    library = library_of(kernel, signature, bounds)
+    return [resources_of(ptx_of(library, cc), cc) for cc in ccs]
+
+
 PATTERNS = {
     "registers": r"Used (\d+) registers",
     "stack": r"(\d+) bytes stack frame",
@@ -215,12 +300,12 @@ PATTERNS = {
 }
 
 
-JOBS: list[tuple[Kernel, tuple[int, int]]] = []  # workers are forked from this process, and find it filled
+JOBS: list[tuple[Kernel, list]] = []  # and architectures; workers are forked from this process, and find it filled
 
 
-def _compile_job(n: int) -> dict:
-    kernel, cc = JOBS[n]
-    return compile_kernel(kernel.dispatcher, kernel.signature, kernel.bounds, cc)
+def _compile_job(n: int) -> list:
+    kernel, ccs = JOBS[n]
+    return compile_kernel(kernel.dispatcher, kernel.signature, kernel.bounds, *ccs)
 
 
 def main() -> int:
@@ -235,12 +320,13 @@ def main() -> int:
     except Exception as error:
         sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
     wanted = [cc for cc, name in zip(ARCHITECTURES, names, strict=True) if name in options.arch]
-    JOBS.extend((kernel, cc) for kernel in kernels() for cc in wanted if cc in kernel.architectures)
+    JOBS.extend((kernel, [cc for cc in wanted if cc in kernel.architectures]) for kernel in kernels())
     rows = []
     with multiprocessing.get_context("fork").Pool() as pool:  # a process a core: compiling holds the interpreter's lock
         results = pool.imap(_compile_job, range(len(JOBS)))
         found_all = list(track(results, "compiling", total=len(JOBS), console=Console(stderr=True)))
-    for (kernel, cc), found in zip(JOBS, found_all, strict=True):
+    compiled = [(kernel, cc) for kernel, ccs in JOBS for cc in ccs]
+    for (kernel, cc), found in zip(compiled, chain.from_iterable(found_all), strict=True):
         ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"])
         ok = ok and (kernel.float64 or not found["float64"])
         rows.append({"kernel": kernel.name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": kernel.shared, "ok": ok})

@@ -2,9 +2,9 @@
 
 Inputs are the same bytes on every machine and with every NumPy version: raw words of a bit generator, whose stream
 NumPy guarantees (NEP 19; distributions are not guaranteed), then integer arithmetic and single, correctly rounded IEEE
-operations. So are trees and their encodings. out, logprobs and lse are the oracle's float64 results, rounded to
-float32 (but for the lse of topk_logprobs); their last bit may depend on the BLAS or the library of mathematical
-functions.
+operations. So are trees, their encodings, and what is accepted of them. out, logprobs, lse and the results of
+target_probs are the oracle's float64 results, rounded to float32 (but for the lse of topk_logprobs); their last bit may
+depend on the BLAS or the library of mathematical functions.
 """
 
 from __future__ import annotations
@@ -26,24 +26,46 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
 
 from ddtree_numba import kdtr
-from refs import oracle, trees
+from refs import accept, oracle, trees
 
 __all__ = [
+    "ARGMAX_CASES",
+    "ARGMAX_ROWS",
+    "ArgmaxCase",
     "CASES",
+    "COMPACT_CASES",
     "Case",
+    "CompactCase",
     "ENCODING_CASES",
     "EncodingCase",
+    "GREEDY_CASES",
+    "GreedyCase",
+    "LAW_ROWS",
     "MERGE_CASES",
     "MERGE_ROWS",
     "MergeCase",
+    "PROBS_CASES",
+    "ProbsCase",
+    "SAMPLED_CASES",
+    "SGLANG_CASES",
     "SPECIAL_ROWS",
+    "SampledCase",
+    "SglangCase",
     "TOPK_CASES",
     "TREE_CASES",
     "TopkCase",
     "TreeCase",
+    "WALKS",
+    "Walk",
     "build",
+    "build_argmax",
+    "build_compact",
     "build_encodings",
+    "build_greedy",
     "build_merge",
+    "build_probs",
+    "build_sampled",
+    "build_sglang",
     "build_topk",
     "build_trees",
     "main",
@@ -569,6 +591,620 @@ def build_encodings(case: EncodingCase) -> Tensors:
     }
 
 
+@dataclass(frozen=True)
+class ArgmaxCase:
+    """One file for argmax_tokens: V, the dtype, B and Q, the seed; what the first rows are changed to."""
+
+    vocabulary: int
+    dtype: str
+    batch: int
+    num_nodes: int
+    seed: int
+    special: tuple[str, ...]  # names from ARGMAX_ROWS
+
+    @property
+    def name(self) -> str:
+        return f"argmax_tokens_v{self.vocabulary}_{SHORT[self.dtype]}"
+
+
+def _nan_among_nothing(row: npt.NDArray[np.float32], k: int) -> None:
+    row[:], row[19] = -np.inf, np.nan
+
+
+# What a row is changed to, in the order of the rows of most files. Two refused rows are never neighbours.
+ARGMAX_ROWS: dict[str, Callable[[npt.NDArray[np.float32], int], None]] = {
+    "the maximum at the end, three times": _put(slice(-3, None), 50.0),
+    "a NaN behind the maximum": lambda row, k: row.__setitem__([-2, -1], [50.0, np.nan]),
+    "the maximum at the front": _put(0, 50.0),
+    "a NaN in front": _put(0, np.nan),
+    "a +inf, twice": _put([5, 16], np.inf),
+    "a NaN among -inf": _nan_among_nothing,
+    "-inf but for the last": _put(slice(None, -1), -np.inf),
+    **{
+        name: SPECIAL_ROWS[name]
+        for name in (
+            *("all equal", "the maximum three times", "nothing but -inf", "some -inf", "zeros of both signs"),
+            *("rising", "whole numbers"),
+        )
+    },
+}
+EVERY_ARGMAX = tuple(ARGMAX_ROWS)
+ARGMAX_CASES = (
+    ArgmaxCase(8193, "float32", batch=1, num_nodes=2, seed=71, special=EVERY_ARGMAX[:2]),
+    ArgmaxCase(1031, "bfloat16", batch=2, num_nodes=4, seed=72, special=EVERY_ARGMAX[:3]),
+    ArgmaxCase(257, "float16", batch=2, num_nodes=8, seed=73, special=EVERY_ARGMAX),
+    ArgmaxCase(300, "bfloat16", batch=2, num_nodes=8, seed=74, special=EVERY_ARGMAX),
+    ArgmaxCase(61, "float32", batch=2, num_nodes=8, seed=75, special=EVERY_ARGMAX),
+    ArgmaxCase(1, "float32", batch=1, num_nodes=4, seed=76, special=("a NaN in front", "nothing but -inf")),
+)
+
+
+def build_argmax(case: ArgmaxCase) -> Tensors:
+    """Make the tensors of one file for argmax_tokens.
+
+    Parameters
+    ----------
+    case : ArgmaxCase
+        What to make.
+
+    Returns
+    -------
+    dict of str to numpy array
+        operator : uint8 [13], ASCII; logits : `case.dtype` [B, Q, V], in nats; target_tokens : int32 [B, Q].
+    """
+    bits = np.random.PCG64(case.seed)
+    rows = _normal(bits, (case.batch * case.num_nodes, case.vocabulary)) * np.float32(LOGIT_STD)
+    for row, name in zip(rows, case.special, strict=False):
+        ARGMAX_ROWS[name](row, 1)
+    logits = rows.reshape(case.batch, case.num_nodes, case.vocabulary).astype(FLOATS[case.dtype])
+    return {
+        "operator": np.frombuffer(b"argmax_tokens", dtype=np.uint8),
+        "logits": logits,
+        "target_tokens": accept.argmax_tokens(logits),
+    }
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One request: a tree, the target's token behind each node, and what is wrong with either."""
+
+    parents: tuple[int, ...] = (-1,)
+    tokens: tuple[int, ...] = (7,)
+    targets: tuple[int, ...] = (5,)
+    stops: tuple[int, ...] = ()
+    links: tuple[tuple[str, int, int], ...] = ()  # array, node, and the link that stands there instead
+    num_nodes: int | None = None  # in place of the true number
+
+
+#       0
+#     1   2        and their tokens    7
+#    3 4   5                         10 11
+#    6      8                     12 13   14
+#   7 9                           15       17
+#                                16 18
+_SMALL: dict[str, Any] = {
+    "parents": (-1, 0, 0, 1, 1, 2, 3, 6, 5, 6),
+    "tokens": (7, 10, 11, 12, 13, 14, 15, 16, 17, 18),
+}
+_TO_A_LEAF = (10, 12, 0, 15, 0, 0, 18, 0, 0, 99)  # nodes 0, 1, 3, 6, 9
+_CHAIN = {"parents": (-1, *range(39)), "tokens": tuple(range(100, 140))}
+_ALONG = (*range(101, 140), 77)  # the target's tokens along the chain
+
+
+def _instead(values: tuple[int, ...], node: int, value: int) -> tuple[int, ...]:
+    return (*values[:node], value, *values[node + 1 :])
+
+
+# By what a request is for. 31 stands behind the nodes of a chain of 24 in a batch with Q = 24.
+WALKS: dict[str, Walk] = {
+    "to a leaf": Walk(**_SMALL, targets=_TO_A_LEAF),
+    "no node": Walk(num_nodes=0),
+    "the root alone": Walk(),
+    "no child": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 1, 14)),
+    "nothing at the root": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 0, 3)),
+    "the second child": Walk(**_SMALL, targets=(11, 0, 14, 0, 0, 17, 0, 0, 11, 0)),
+    # Of the children 1, 2 and 3 of the root, 1 and 3 have the same token; only below 3 the walk could go on.
+    "equal siblings": Walk((-1, 0, 0, 0, 1, 3, 5), (1, 4, 9, 4, 5, 6, 8), (4, 6, 6, 6, 6, 8, 8)),
+    "equal siblings in a row": Walk((-1, 0, 1, 1, 1, 2), (1, 3, 2, 2, 2, 9), (3, 2, 9, 8, 8, 6)),
+    "token 0": Walk((-1, 0, 0, 2, 3), (0, 3, 0, 0, 6), (0, 0, 0, 0, 0)),
+    "a stop token as a node": Walk(**_SMALL, targets=_TO_A_LEAF, stops=(12, 15)),
+    "a stop token as the last node": Walk(**_SMALL, targets=_TO_A_LEAF, stops=(18,)),
+    "a stop token as the bonus": Walk(**_SMALL, targets=_TO_A_LEAF, stops=(99,)),
+    "a stop token off the path": Walk(**_SMALL, targets=_TO_A_LEAF, stops=(13, 7)),
+    "token 0 stops": Walk((-1, 0, 0, 2, 3), (0, 3, 0, 0, 6), (0, 0, 0, 0, 0), stops=(0,)),
+    "no target at the root": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 0, -1)),
+    "no target at a node": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 3, -1)),
+    "no target at the last node": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 9, -(2**31))),
+    "no target off the path": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 4, -1)),
+    "a link to itself": Walk(**_SMALL, targets=_instead(_TO_A_LEAF, 0, 11), links=(("next_sibling", 1, 1),)),
+    "a link back": Walk(**_SMALL, targets=_TO_A_LEAF, links=(("first_child", 3, 1),)),
+    "a link behind the last node": Walk(**_SMALL, targets=_TO_A_LEAF, links=(("first_child", 6, 10),)),
+    "a link behind all": Walk(**_SMALL, targets=_TO_A_LEAF, links=(("next_sibling", 7, 2**31 - 1),)),
+    "a negative link": Walk(**_SMALL, targets=_TO_A_LEAF, links=(("first_child", 1, -2),)),
+    "a broken link that is not met": Walk(**_SMALL, targets=_TO_A_LEAF, links=(("next_sibling", 1, 0),)),
+    "a stop token and a broken link": Walk(**_SMALL, targets=_TO_A_LEAF, stops=(15,), links=(("first_child", 3, -9),)),
+    "a negative number of nodes": Walk(**_SMALL, targets=_TO_A_LEAF, num_nodes=-1),
+    "more nodes than there is room for": Walk(
+        (-1, *range(23)), tuple(range(30, 54)), (*range(31, 54), 3), num_nodes=99
+    ),
+    "fewer nodes than have links": Walk(**_SMALL, targets=_TO_A_LEAF, num_nodes=6),
+    # Files of int64 targets.
+    "a long chain": Walk(**_CHAIN, targets=_ALONG),
+    "a chain, left at node 33": Walk(**_CHAIN, targets=_instead(_ALONG, 33, 9)),
+    "a chain, stopped behind node 34": Walk(**_CHAIN, targets=_instead(_ALONG, 34, 555)),
+    "the largest token": Walk(**_CHAIN, targets=_instead(_ALONG, 5, 2**31 - 1)),
+    "above the largest token": Walk(**_CHAIN, targets=_instead(_ALONG, 6, 2**31)),
+    "a token of 41 bits": Walk(**_CHAIN, targets=_instead(_ALONG, 7, 2**40 + 108)),
+    "a token of -2**40": Walk(**_CHAIN, targets=_instead(_ALONG, 8, -(2**40) + 109)),
+}
+EVERY_WALK = tuple(WALKS)
+STOP_COLUMNS = 2
+# Of an int64 file, for all requests. The low half of the second one is a token on every path of a chain.
+STOP_TOKENS = (555, 2**32 + 101, -1)
+
+
+@dataclass(frozen=True)
+class GreedyCase:
+    """One file for accept_greedy: its requests, Q, max_depth, the targets' dtype, and random trees behind them."""
+
+    walks: tuple[str, ...]  # names from WALKS
+    num_nodes: int
+    max_depth: int
+    dtype: str
+    random_trees: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"accept_greedy_q{self.num_nodes}_{self.dtype}"
+
+
+GREEDY_CASES = (
+    GreedyCase(EVERY_WALK[:28], num_nodes=24, max_depth=6, dtype="int32", random_trees=4, seed=81),
+    GreedyCase(EVERY_WALK[28:], num_nodes=40, max_depth=39, dtype="int64", random_trees=3, seed=82),
+)
+
+
+def build_greedy(case: GreedyCase) -> Tensors:
+    """Make the tensors of one file for accept_greedy.
+
+    Parameters
+    ----------
+    case : GreedyCase
+        What to make. Behind its walks come best-first trees of different sizes whose targets often lead on.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [13], ASCII; the trees, as from `refs.trees.assemble`, with the links and numbers of nodes that
+        the walks change; target_tokens : `case.dtype` [B, Q]; stop_tokens : int32 [B, 2], or int64 [3], a negative one
+        is none; the result of `refs.accept.accept_greedy` behind ``accepted.``.
+    """
+    bits = np.random.PCG64(case.seed)
+    walks = [WALKS[name] for name in case.walks]
+    walks += [_random_walk(bits, case.num_nodes - 5 * n) for n in range(case.random_trees)]
+    tree = _trees_of(walks, case.num_nodes, case.max_depth)
+    targets = [[*walk.targets, *[5] * (case.num_nodes - len(walk.targets))] for walk in walks]
+    stops: npt.NDArray[Any] = np.array(STOP_TOKENS, dtype=np.int64)
+    if case.dtype == "int32":
+        padded = [[*[-1] * (STOP_COLUMNS - len(walk.stops)), *walk.stops] for walk in walks]
+        stops = np.array(padded, dtype=np.int32)
+    target_tokens = np.array(targets, dtype=case.dtype)
+    return {
+        "operator": np.frombuffer(b"accept_greedy", dtype=np.uint8),
+        **tree,
+        "target_tokens": target_tokens,
+        "stop_tokens": stops,
+        **_prefixed("accepted.", accept.accept_greedy(tree, target_tokens, stops)),
+    }
+
+
+def _prefixed(prefix: str, arrays: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    return {prefix + name: array for name, array in arrays.items()}
+
+
+def _random_walk(bits: np.random.PCG64, num_nodes: int, vocabulary: int = 2**17) -> Walk:
+    """A best-first tree of 3 candidates a position; a target is a child's token seven times in eight."""
+    found = trees.best_first_tree(_flat(bits, (1, 8, 3))[0], num_nodes - 1)
+    parents = found["parents"].tolist()
+    words = bits.random_raw(64 + 2 * num_nodes).astype(object)
+    # Distinct at each position, so that siblings differ.
+    ids = [[(int(words[8 * d + r]) >> 8) % (vocabulary // 3) * 3 + r for r in range(3)] for d in range(8)]
+    tokens = [int(words[64]) % vocabulary, *(ids[len(path) - 1][path[-1]] for path in found["ranks"][1:])]
+    targets = []
+    for node, word in enumerate(words[64 + num_nodes :]):
+        children = [child for child, parent in enumerate(parents) if parent == node]
+        leads_on = children and word % 8 > 0
+        targets.append(tokens[children[(word >> 8) % len(children)]] if leads_on else (word >> 8) % vocabulary)
+    return Walk(tuple(parents), tuple(tokens), tuple(targets))
+
+
+def _trees_of(walks: Sequence[Walk], num_nodes: int, max_depth: int) -> dict[str, npt.NDArray[Any]]:
+    """The trees of a batch. An idle request holds what a builder would leave there: no tree."""
+    scores = [[-0.25 * node for node in range(len(walk.parents))] for walk in walks]
+    parents, tokens = [walk.parents for walk in walks], [walk.tokens for walk in walks]
+    tree = trees.assemble(parents, tokens, scores, num_nodes=num_nodes, max_depth=max_depth)
+    for b, walk in enumerate(walks):
+        for name, node, link in walk.links:
+            tree[name][b, node] = link
+        if walk.num_nodes is not None:
+            tree["num_nodes"][b] = walk.num_nodes
+        if walk.num_nodes == 0:
+            tree["tokens"][b] = tree["input_ids"][b] = -1
+            tree["scores"][b], tree["tree_mask"][b] = -np.inf, 0
+    return tree
+
+
+# What the law behind a node is changed to.
+LAW_ROWS: dict[str, Callable[[npt.NDArray[np.float32], int], None]] = {
+    "zeros on both sides": lambda row, k: row.__setitem__([0, 1, 2, -2, -1], 0.0),
+    "all zero": _put(slice(None), 0.0),
+    "one token": lambda row, k: row.__setitem__(slice(None), np.arange(len(row)) == len(row) - 1),
+    "a NaN": _put(-1, np.nan),
+    "zeros of both signs": _put(slice(1, None, 2), -0.0),
+    "below 0": _put(0, -(2.0**-20)),
+    "all of two": lambda row, k: row.__setitem__(slice(None), np.arange(len(row)) >= len(row) - 2),  # of sum 2
+    "above 1": _put(3, 1.0 + 2**-7),
+    "equal": _put(slice(None), 2.0**-8),  # of sum below 1
+    "+inf": _put(3, np.inf),
+    "tiny": _put(slice(None), 2.0**-44),
+    "too tiny": _put(slice(None), 2.0**-45),
+    "one of them just large enough": lambda row, k: row.__setitem__(slice(None), 2.0**-44 * (np.arange(len(row)) == 5)),
+}
+# Of the roots of the first requests. A float32 holds all of them.
+UNIFORMS = (0.0, 1 - 2**-24, 0.5, 0.0, 1 - 2**-24, 0.25, 0.0, 0.5, 1 - 2**-24, 0.5, 1 - 2**-24, 0.5, 0.0)
+BAD_UNIFORMS = (1.0, np.nan, -(2.0**-30), -0.0, np.inf)
+
+
+@dataclass(frozen=True)
+class SampledCase:
+    """One file for accept_sampled: V, the probabilities' dtype, Q, B, whether each node has its own position, the seed.
+
+    The first requests have, at the root, the rows of LAW_ROWS and UNIFORMS; those behind them BAD_UNIFORMS, then an
+    idle one, and one whose second node has no law.
+    """
+
+    vocabulary: int
+    dtype: str
+    num_nodes: int
+    batch: int
+    position_a_node: bool
+    special: bool
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"accept_sampled_v{self.vocabulary}_{SHORT[self.dtype]}"
+
+
+SAMPLED_CASES = (
+    SampledCase(41, "float32", num_nodes=9, batch=24, position_a_node=False, special=True, seed=91),
+    SampledCase(40, "bfloat16", num_nodes=9, batch=24, position_a_node=True, special=True, seed=91),
+    SampledCase(1031, "bfloat16", num_nodes=4, batch=2, position_a_node=True, special=False, seed=154),
+)
+
+
+def build_sampled(case: SampledCase) -> Tensors:
+    """Make the tensors of one file for accept_sampled, whose walks are drawn in two ways.
+
+    Parameters
+    ----------
+    case : SampledCase
+        What to make.
+
+    Returns
+    -------
+    dict of str to numpy array or scalar
+        operator : uint8 [14], ASCII; the trees, as from `refs.trees.assemble`; target_probs : `case.dtype` [B, Q, V];
+        seeds : int64 [B] and positions : int64 [B], or uint64 [B] and int32 [B, Q]; uniforms : float32 [B, Q], or
+        float64; stop_tokens : int32 [2]; the results of `refs.accept.accept_sampled` from seeds and positions behind
+        ``seeded.``, and from uniforms behind ``uniform.``.
+    """
+    bits = np.random.PCG64(case.seed)
+    walks = [_random_walk(bits, case.num_nodes - b % 3, case.vocabulary) for b in range(case.batch)]
+    law = _laws(bits, case, walks)
+    uniforms = (bits.random_raw(law.size // case.vocabulary) >> np.uint64(40)).astype(np.float64) * 2.0**-24
+    uniforms = uniforms.reshape(law.shape[:2]).astype(np.float64 if case.position_a_node else np.float32)
+    if case.special:
+        uniforms[: len(LAW_ROWS), 0] = UNIFORMS
+        behind = len(LAW_ROWS) + len(BAD_UNIFORMS)
+        uniforms[len(LAW_ROWS) : behind, 0] = BAD_UNIFORMS
+        for row, change in zip(law[:, 0], LAW_ROWS.values(), strict=False):
+            change(row, 1)
+        walks[behind] = Walk(num_nodes=0)
+        law[behind + 1, 0] = np.arange(case.vocabulary) == walks[behind + 1].tokens[1]
+        law[behind + 1, 1, 7] = np.nan
+    seeds = bits.random_raw(case.batch)
+    positions = (bits.random_raw(case.batch) >> np.uint64(44)).astype(np.int64)
+    positions[-2:] = (2**32 - 1, -2)  # the carry into the high half, and out of it
+    tree = _trees_of(walks, case.num_nodes, max_depth=6)
+    if case.position_a_node:
+        positions[-2:] = (2**31 - 9, -2)
+        positions = (positions[:, None] + tree["depths"]).astype(np.int32)
+    else:
+        seeds = seeds.view(np.int64)
+    stop_tokens = np.array([walks[0].tokens[1], 3], dtype=np.int32)  # one of them is a node
+    problem = {"tree": tree, "target_probs": law.astype(FLOATS[case.dtype]), "stop_tokens": stop_tokens}
+    return {
+        "operator": np.frombuffer(b"accept_sampled", dtype=np.uint8),
+        **tree,
+        "target_probs": problem["target_probs"],
+        "seeds": seeds,
+        "positions": positions,
+        "uniforms": uniforms,
+        "stop_tokens": stop_tokens,
+        **_prefixed("seeded.", accept.accept_sampled(**problem, seeds=seeds, positions=positions)),
+        **_prefixed("uniform.", accept.accept_sampled(**problem, uniforms=uniforms)),
+    }
+
+
+def _laws(bits: np.random.PCG64, case: SampledCase, walks: Sequence[Walk]) -> npt.NDArray[np.float32]:
+    """Multiples of 2**-24 that sum to 1; some three quarters of it on the children's tokens, one token in four 0."""
+    words = (bits.random_raw(case.batch * case.num_nodes * case.vocabulary) >> np.uint64(52)).astype(np.int64)
+    shares = words.reshape(case.batch, case.num_nodes, case.vocabulary)
+    shares[shares % 4 == 0] = 0
+    for b, walk in enumerate(walks):
+        for node in range(len(walk.parents)):
+            tokens = sorted({walk.tokens[child] for child, parent in enumerate(walk.parents) if parent == node})
+            if tokens:
+                shares[b, node, tokens] += 3 * shares[b, node].sum() // len(tokens)
+    shares = shares * 2**24 // shares.sum(axis=2, keepdims=True)
+    largest = np.argmax(shares, axis=2)[..., None]
+    np.put_along_axis(shares, largest, np.take_along_axis(shares, largest, 2) + 2**24 - shares.sum(2, keepdims=True), 2)
+    return shares.astype(np.float32) * np.float32(2**-24)
+
+
+@dataclass(frozen=True)
+class ProbsCase:
+    """One file for target_probs: V, the dtype, Q, the seed, and temperature, top_k and top_p of each request.
+
+    The first row of a request is an ordinary one, the second is rounded to whole numbers; others are as in `special`.
+    """
+
+    vocabulary: int
+    dtype: str
+    num_nodes: int
+    requests: tuple[tuple[float, int, float], ...]
+    seed: int
+    special: tuple[str, ...] = ()  # names from SPECIAL_ROWS
+
+    @property
+    def name(self) -> str:
+        return f"target_probs_v{self.vocabulary}_{SHORT[self.dtype]}"
+
+
+PROBS_CASES = (
+    ProbsCase(
+        vocabulary=157,
+        dtype="float32",
+        num_nodes=3,
+        requests=(
+            *((1.0, 0, 1.0), (0.7, 0, 1.0), (0.0, 0, 1.0), (1.3, 5, 1.0), (0.8, 0, 0.9), (1.0, 20, 0.5)),
+            *((2.5, 157, 0.999), (1.0, 1, 1.0), (0.6, -1, 0.01), (1.0, 1000, 1.5), (0.0, 3, 0.2), (1.1, 40, 0.97)),
+            *((1.0, 2, 0.8), (0.9, 156, 0.95)),
+        ),
+        seed=95,
+        special=(
+            *("some -inf", "a NaN", "all equal", "a +inf", "the maximum three times", "nothing but -inf", "large"),
+            *("a NaN in front", "very negative", "some -inf", "zeros of both signs", "all equal"),
+            *("few finite ones", "rising"),
+        ),
+    ),
+    ProbsCase(
+        vocabulary=515,
+        dtype="bfloat16",
+        num_nodes=2,
+        requests=((1.0, 0, 1.0), (0.9, 50, 0.95), (0.0, 0, 1.0), (1.2, 0, 0.8), (1.0, 300, 0.99)),
+        seed=96,
+    ),
+)
+# How far, at least, the sums at the border of top_p are from it: float32 sums must not fall on its other side.
+TOP_P_MARGIN = 1e-5
+
+
+def build_probs(case: ProbsCase) -> Tensors:
+    """Make the tensors of one file for target_probs.
+
+    Parameters
+    ----------
+    case : ProbsCase
+        What to make.
+
+    Returns
+    -------
+    dict of str to numpy array
+        operator : uint8 [12], ASCII; logits : `case.dtype` [B, Q, V], in nats; temperature, top_p : float32 [B];
+        top_k : int32 [B]; target_probs : float32 [B, Q, V], 0 for what is not kept or has a logit of -inf, and nothing
+        else.
+    """
+    bits = np.random.PCG64(case.seed)
+    rows = _normal(bits, (len(case.requests), case.num_nodes, case.vocabulary)) * np.float32(LOGIT_STD)
+    np.rint(rows[:, 1], out=rows[:, 1])
+    for row, name in zip(rows[:, -1], case.special, strict=False):
+        SPECIAL_ROWS[name](row, 8)
+    logits = rows.astype(FLOATS[case.dtype])
+    temperature, top_p = (np.array([request[n] for request in case.requests], dtype=np.float32) for n in (0, 2))
+    top_k = np.array([request[1] for request in case.requests], dtype=np.int32)
+    probs = accept.target_probs(logits, temperature, top_k, top_p)
+    for by in (-TOP_P_MARGIN, TOP_P_MARGIN):
+        near = np.where((temperature > 0) & (top_p < 1), top_p.astype(np.float64) + by, top_p)
+        same = (accept.target_probs(logits, temperature, top_k, near) > 0) == (probs > 0)
+        assert same.all(), f"{case.name}: rows {np.argwhere(~same)[:, :2].tolist()} need another seed or top_p"
+    return {
+        "operator": np.frombuffer(b"target_probs", dtype=np.uint8),
+        "logits": logits,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "target_probs": probs.astype(np.float32),
+    }
+
+
+@dataclass(frozen=True)
+class CompactCase:
+    """One file for compact_kv: the cache's dtype, each request's prefix length, the layers' trailing axes, the seed."""
+
+    dtype: str
+    prefixes: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
+    num_nodes: int
+    seed: int
+    page_size: int | None = None
+    lost_page: tuple[int, int] | None = None  # request and place in its table
+
+    @property
+    def name(self) -> str:
+        return f"compact_kv_{f'page{self.page_size}' if self.page_size else 'contiguous'}_{self.dtype}"
+
+
+COMPACT_CASES = (
+    # The last three: no length; the last node stands behind S = 40; the accepted rows have no room.
+    CompactCase("float32", (0, 5, 17, 3, 9, -2, 32, 38), layers=((12,), (1, 8)), num_nodes=20, seed=101),
+    # The trees lie over the borders of pages; an idle request; a prefix that ends with a page.
+    CompactCase("bfloat16", (60, 120, 64, 7), layers=((8,), (8,)), num_nodes=20, seed=102, page_size=64),
+    CompactCase(
+        "uint8",
+        prefixes=(14, 31, 9, 0),
+        layers=((12,), (12,)),
+        num_nodes=40,
+        seed=103,
+        page_size=16,
+        lost_page=(3, 1),
+    ),
+)
+IDLE_REQUEST = 2  # of each file
+CAPACITY = 40  # S of a contiguous cache
+HIDDEN_SIZE = 6
+
+
+def build_compact(case: CompactCase) -> Tensors:
+    """Make the tensors of one file for compact_kv and gather_accepted.
+
+    Parameters
+    ----------
+    case : CompactCase
+        What to make. Every row of the caches, live or not, is another, so that a row that should have stayed shows.
+
+    Returns
+    -------
+    dict of str to numpy array
+        operator : uint8 [10], ASCII; kv_cache_0, kv_cache_1 : `case.dtype` [B, S, ..], or paged [num_pages, page_size,
+        ..]; block_table : int32 [B, max_pages], paged only; cache_seqlens : int32 [B]; what was accepted, as from
+        `refs.accept.accept_greedy`, behind ``accepted.``; the caches and lengths afterwards behind ``compacted.``; x :
+        float32 [B, Q, 6], and its accepted rows as gathered : float32 [B, max_depth + 1, 6].
+    """
+    bits = np.random.PCG64(case.seed)
+    batch = len(case.prefixes)
+    walks = [_random_walk(bits, case.num_nodes) for _ in case.prefixes]
+    walks[IDLE_REQUEST] = Walk(num_nodes=0)
+    tree = _trees_of(walks, case.num_nodes, max_depth=8)
+    accepted = accept.accept_greedy(tree, np.array([_padded(walk.targets, case.num_nodes) for walk in walks]))
+    lengths = [length + case.num_nodes for length in case.prefixes]
+    problem: dict[str, Any] = {}
+    if case.page_size is None:
+        rows = batch, CAPACITY
+    else:
+        rows = sum(-(-length // case.page_size) for length in lengths) + SPARE_PAGES, case.page_size
+        places = [np.zeros((length, 1), dtype=np.float32) for length in lengths]
+        problem["block_table"] = _place(bits, places, case.page_size)[1]
+        if case.lost_page:
+            problem["block_table"][case.lost_page] = -5
+    for n, columns in enumerate(case.layers):
+        words = bits.random_raw(math.prod((*rows, *columns))).reshape(*rows, *columns) >> np.uint64(56)
+        exact = words.astype(np.uint8) if case.dtype == "uint8" else words.astype(np.float32) - np.float32(128)
+        problem[f"kv_cache_{n}"] = exact if case.dtype == "uint8" else exact.astype(FLOATS[case.dtype])
+    cache_seqlens = np.array(case.prefixes, dtype=np.int32)
+    caches = [problem[f"kv_cache_{n}"] for n in range(len(case.layers))]
+    moved, lengths_after = accept.compact_kv(
+        caches, cache_seqlens, accepted["nodes"], accepted["num_accepted"], problem.get("block_table")
+    )
+    x = _normal(bits, (batch, case.num_nodes, HIDDEN_SIZE))
+    return {
+        "operator": np.frombuffer(b"compact_kv", dtype=np.uint8),
+        **problem,
+        "cache_seqlens": cache_seqlens,
+        **_prefixed("accepted.", accepted),
+        **{f"compacted.kv_cache_{n}": cache for n, cache in enumerate(moved)},
+        "compacted.cache_seqlens": lengths_after,
+        "x": x,
+        "gathered": accept.gather_accepted(x, accepted["nodes"]),
+    }
+
+
+def _padded(values: Sequence[int], size: int) -> list[int]:
+    return [*values, *[5] * (size - len(values))]
+
+
+@dataclass(frozen=True)
+class SglangCase:
+    """One file for verify_tree_greedy: Q, the columns of accept_index, the dtype, B, the seed."""
+
+    num_nodes: int
+    columns: int
+    dtype: str
+    batch: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"verify_tree_greedy_q{self.num_nodes}_{self.dtype}"
+
+
+SGLANG_CASES = (
+    SglangCase(num_nodes=16, columns=9, dtype="int64", batch=6, seed=111),
+    # Fewer columns than a path has nodes; the places of the nodes are not in order.
+    SglangCase(num_nodes=33, columns=4, dtype="int32", batch=4, seed=112),
+)
+
+
+def build_sglang(case: SglangCase) -> Tensors:
+    """Make the tensors of one file for verify_tree_greedy.
+
+    Parameters
+    ----------
+    case : SglangCase
+        What to make. The nodes behind the root stand in reverse order, so that every link leads to a smaller one.
+
+    Returns
+    -------
+    dict of str to numpy array
+        operator : uint8 [18], ASCII; predicts : int32 [B * Q], accept_index : int32 [B, S], accept_token_num : int32
+        [B], with contents of which some stay; candidates, retrive_index, retrive_next_token, retrive_next_sibling,
+        target_predict : `case.dtype` [B, Q]; the first three afterwards behind ``accepted.``.
+    """
+    bits = np.random.PCG64(case.seed)
+    batch, num_nodes = case.batch, case.num_nodes
+    walks = [_random_walk(bits, num_nodes - 3 * (b % 3)) for b in range(batch)]
+    tree = _trees_of(walks, num_nodes, max_depth=8)
+    old = [0, *range(num_nodes - 1, 0, -1)]  # of each new node; its own inverse
+    new = np.array([*old, -1])
+    places = np.arange(batch * num_nodes).reshape(batch, num_nodes)
+    if case.dtype == "int32":
+        places = places[::-1, ::-1]
+    targets = np.array([_padded(walk.targets, num_nodes) for walk in walks])[:, old]
+    target_predict = np.zeros(batch * num_nodes, dtype=np.int64)
+    target_predict[places] = targets
+    given = {
+        "candidates": tree["tokens"][:, old],
+        "retrive_index": places,
+        "retrive_next_token": new[tree["first_child"]][:, old],
+        "retrive_next_sibling": new[tree["next_sibling"]][:, old],
+        "target_predict": target_predict.reshape(batch, num_nodes),
+    }
+    problem = {
+        "predicts": -1000 - np.arange(batch * num_nodes, dtype=np.int32),
+        "accept_index": np.full((batch, case.columns), -1, dtype=np.int32),
+        "accept_token_num": np.full(batch, -7, dtype=np.int32),
+        **{name: np.ascontiguousarray(array.astype(case.dtype)) for name, array in given.items()},
+    }
+    names = ("accepted.predicts", "accepted.accept_index", "accepted.accept_token_num")
+    return {
+        "operator": np.frombuffer(b"verify_tree_greedy", dtype=np.uint8),
+        **problem,
+        **dict(zip(names, accept.verify_tree_greedy(**problem), strict=True)),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the files of all cases."""
     parser = argparse.ArgumentParser(description="Generate the reference files of all operators.")
@@ -582,6 +1218,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *((case.name, partial(build_topk, case)) for case in TOPK_CASES),
         *((case.name, partial(build_trees, case)) for case in TREE_CASES),
         *((case.name, partial(build_encodings, case)) for case in ENCODING_CASES),
+        *((case.name, partial(build_argmax, case)) for case in ARGMAX_CASES),
+        *((case.name, partial(build_greedy, case)) for case in GREEDY_CASES),
+        *((case.name, partial(build_sampled, case)) for case in SAMPLED_CASES),
+        *((case.name, partial(build_probs, case)) for case in PROBS_CASES),
+        *((case.name, partial(build_compact, case)) for case in COMPACT_CASES),
+        *((case.name, partial(build_sglang, case)) for case in SGLANG_CASES),
     ]
     for name, make in track(makers, description="Reference files"):
         kdtr.write(folder / f"{name}.kdtr", make())

@@ -85,6 +85,15 @@ class View:
         """The same elements n times along a new first axis, by a stride of 0."""
         return replace(self, shape=(n, *self.shape), strides=(0, *self.strides))
 
+    def in_words(self) -> View:
+        """The last axis as words of 8 bytes, several elements each, where every row can be read so; else as it is."""
+        per = 8 // self.dtype.itemsize
+        aligned = self.pointer % 8 == 0 and all(s % 8 == 0 for s in self.strides[:-1])
+        if self.strides[-1] != self.dtype.itemsize or not aligned or self.shape[-1] % per:
+            return self
+        shape = (*self.shape[:-1], self.shape[-1] // per)
+        return replace(self, shape=shape, strides=(*self.strides[:-1], 8), dtype=np.dtype(np.uint64))
+
     def extent(self) -> tuple[int, int]:
         """First address and the one behind the last; (0, 0) for an empty array."""
         if 0 in self.shape:
@@ -96,7 +105,9 @@ class View:
 
     @property
     def in_c_order(self) -> bool:
-        """Whether the elements follow each other as in C; the stride of an axis of length 1 does not matter."""
+        """Whether the elements follow each other as in C. Strides along axes of length 1, or of none, do not matter."""
+        if 0 in self.shape:
+            return True
         wanted = contiguous_strides(self.shape, self.dtype.itemsize)
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
 

@@ -21,7 +21,6 @@ Cost of a row: 2 V logits read, the second time from L2; V exponentials. 20 KB o
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -379,15 +378,7 @@ def kernel(words, like, logprobs, token_ids):
 def arguments(problem: Problem) -> tuple[Any, ...]:
     """The kernel's arguments: the logits as words of 8 bytes where rows can be read so, else as they are."""
     logits = problem.logits
-    per = 8 // logits.dtype.itemsize
-    batch, length, vocabulary = logits.shape
-    inner = logits.strides[2] == logits.dtype.itemsize
-    aligned = logits.pointer % 8 == 0 and all(s % 8 == 0 for s in logits.strides[:2])
-    words = logits
-    if inner and aligned and vocabulary % per == 0:
-        shape, strides = (batch, length, vocabulary // per), (*logits.strides[:2], 8)
-        words = replace(logits, shape=shape, strides=strides, dtype=np.dtype(np.uint64))
-    return words, logits.columns(0, 1), problem.logprobs, problem.token_ids
+    return logits.in_words(), logits.columns(0, 1), problem.logprobs, problem.token_ids
 
 
 def run(problem: Problem) -> None:
