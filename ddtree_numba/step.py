@@ -14,7 +14,7 @@
 All sizes are fixed, all contents are on the device, and no call waits for the GPU, so that a step can be captured in a
 CUDA graph, and replayed. A slot without a request has a negative root token: its tree has no nodes, nothing of it is
 accepted or moved, and its length stays. A request becomes such a slot when it emits a stop token, when the target has
-no token for it, or when its cache has no room for what was accepted.
+no token for it, or when its cache has no room for the Q rows of a tree.
 
 Two small kernels are this file's own, a block and a thread for each request.
 """
@@ -50,14 +50,14 @@ Forward = Callable[[DraftTree, Any, Any], Any]
 
 @cuda.jit
 def prepare_kernel(
-    root_tokens, lengths, tokens, parents, depths, scores, num_nodes, tree_mask, first_child, next_sibling, input_ids,
-    live_lengths, positions,
+    root_tokens, lengths, most, tokens, parents, depths, scores, num_nodes, tree_mask, first_child, next_sibling,
+    input_ids, live_lengths, positions,
 ):  # fmt: skip
-    """One block a request: positions of its nodes; or, where there is none, a tree without nodes and a length of 0."""
+    """One block a request: positions of its nodes; or, where it is none or longer than ``most``, no tree, length 0."""
     b = cuda.blockIdx.x
     t = cuda.threadIdx.x
-    idle = root_tokens[b] < 0
-    length = 0 if idle else max(lengths[b], 0)
+    idle = root_tokens[b] < 0 or lengths[b] < 0 or lengths[b] > most
+    length = 0 if idle else lengths[b]
     if t == 0:
         live_lengths[b] = length
         if idle:
@@ -79,14 +79,12 @@ def prepare_kernel(
 
 
 @cuda.jit
-def finish_kernel(num_accepted, bonus_tokens, flags, most, lengths, root_tokens):
+def finish_kernel(num_accepted, bonus_tokens, flags, lengths, root_tokens):
     """One thread a request: its length and root for the next step."""
     b = cuda.grid(1)
     if b < lengths.size and root_tokens[b] >= 0:
-        fits = 0 <= lengths[b] <= most - num_accepted[b]
-        if fits:
-            lengths[b] += num_accepted[b]
-        going_on = fits and (flags[b] & (STOPPED | BAD_TARGET)) == 0
+        lengths[b] += num_accepted[b]
+        going_on = (flags[b] & (STOPPED | BAD_TARGET)) == 0
         root_tokens[b] = bonus_tokens[b] if going_on else NO_TOKEN
 
 
@@ -153,6 +151,8 @@ class DecodeStep:
             raise ValueError(f"candidates is {candidates}; it must be between 1 and {min(vocabulary, MAX_K)}")
         if tree_budget > MAX_BUDGET:
             raise ValueError(f"tree_budget is {tree_budget}; it must be at most {MAX_BUDGET}")
+        if vocabulary > LARGEST_INT32:
+            raise ValueError(f"vocabulary is {vocabulary}; it must be at most {LARGEST_INT32}")
         if sampled and vocabulary > MAX_VOCABULARY:
             raise ValueError(f"vocabulary is {vocabulary}; for sampling it must be at most {MAX_VOCABULARY}")
         place = arrays.view("like", like)
@@ -196,14 +196,15 @@ class DecodeStep:
             The drafter's logits of the next L positions.
         root_tokens : int32 [B]
             The last token of each request, whose KV row is not in the cache yet; negative in idle slots. Written to:
-            the bonus token, or -1 where the request ends: it has stopped, the target had no token, or the cache has no
-            room for the accepted rows.
+            the bonus token, or -1 where the request ends: it has stopped, the target had no token, or the cache had no
+            room for Q rows behind its prefix, so that nothing was done.
         cache_seqlens : int32 [B]
-            Prefix of each request, in tokens. Written to: ``num_accepted`` larger, if the cache has room for it.
+            Prefix of each request, in tokens. Written to: ``num_accepted`` larger.
         target_forward : callable
             ``target_forward(tree, positions, cache_seqlens)`` is given `tree`, `positions` and `live_lengths`, writes
-            the KV rows of the nodes behind the prefixes, and returns the target's logits [B, Q, V], of any float
-            dtype. In a captured graph they must lie where they did before.
+            the KV rows of the nodes behind the prefixes (of ``tree.num_nodes`` nodes: an idle slot has none, and no
+            cache row of its own), and returns the target's logits [B, Q, V], of any float dtype. In a captured graph
+            they must lie where they did before.
         kv_caches, block_table
             As in `compact_kv`; with no caches nothing is moved.
         seeds : int64 or uint64 [B]
@@ -252,12 +253,13 @@ class DecodeStep:
             raise ValueError("seeds, temperature, top_k and top_p are for steps made with sampled=True")
         moves = None
         if not isinstance(kv_caches, (list, tuple)) or kv_caches:
-            moves = compact_kv.moves_of(kv_caches, made[0], self.accepted, block_table)
+            moves = compact_kv.moves_of(kv_caches, made[0], self.accepted, block_table, [roots, lengths])
 
         logprobs, token_ids = topk_logprobs(draft_logits, self._best[0].shape[2], out=self._best)
         build_tree(logprobs, token_ids, root_tokens, self.tree_budget, out=self.tree)
         if batch:
-            args = (roots, lengths, *tree, *made)
+            most = (LARGEST_INT32 if moves is None else moves.capacity) - self.logits_shape[1]
+            args = (roots, lengths, np.int32(most), *tree, *made)
             launch(prepare_kernel, (batch, 1, 1), THREADS, args, results=len(tree) + 2, shared_bytes=0)
         logits = target_forward(self.tree, self.positions, self.live_lengths)
         found = self._own_kind("target_forward's logits", logits)
@@ -274,9 +276,7 @@ class DecodeStep:
         if moves is not None:
             compact_kv.run(moves)
         if batch:
-            most = LARGEST_INT32 if moves is None else moves.capacity
-            read = [path[name] for name in ("num_accepted", "bonus_tokens", "flags")]
-            ended = (*read, np.int32(most), lengths, roots)
+            ended = (*(path[name] for name in ("num_accepted", "bonus_tokens", "flags")), lengths, roots)
             launch(finish_kernel, (-(-batch // THREADS), 1, 1), THREADS, ended, results=2, shared_bytes=0)
         return self.accepted
 

@@ -205,7 +205,7 @@ def accept_kernels() -> Iterator[Kernel]:
     ):
         for name, (room, call) in accept_calls(lay, dtype, np.dtype(ids)).items():
             ((kernel, signature, nbytes),) = recorded(call, room)
-            bounds = room.LAUNCH_BOUNDS if hasattr(room, "LAUNCH_BOUNDS") else (room.THREADS, 1)
+            bounds = kernel.targetoptions["launch_bounds"] or (room.THREADS, 1)
             yield Kernel(f"{name} {layout}", kernel, signature, bounds, nbytes, float64=name == "sampled")
     yield from step_kernels()
 
@@ -217,8 +217,8 @@ def step_kernels() -> Iterator[Kernel]:
     vector, matrix = views[list(draft_tree.DTYPES).index("num_nodes")], views[0]
     for name, kernel, args in (
         ("advance", compact_kv.advance_kernel, (vector, np.int32(0), np.int32(0), vector)),
-        ("prepare", step.prepare_kernel, (vector, vector, *views, vector, matrix)),
-        ("finish", step.finish_kernel, (vector, vector, vector, np.int32(0), vector, vector)),
+        ("prepare", step.prepare_kernel, (vector, vector, np.int32(0), *views, vector, matrix)),
+        ("finish", step.finish_kernel, (vector, vector, vector, vector, vector)),
     ):
         yield Kernel(name, kernel, launch.signature(launch.type_keys(args)), (step.THREADS, 1), 0)
 

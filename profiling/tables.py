@@ -21,10 +21,22 @@ H200 = ROOT / "profiling" / "results" / "nvidia-h200" / "verify_attention.csv"
 TREES = H200.with_name("trees.csv")
 ERRORS = H200.with_name("attention_error.csv")
 MERGES = H200.with_name("merge_states.csv")
+ACCEPTS = H200.with_name("accept.csv")
 
 BUILDERS = {"frontier": "`frontier`", "heap": "`heap`", "cpu_heap": "heap on the CPU"}
 TOPK = {"threshold": "`threshold`", "rounds": "`rounds`", "torch_topk": "torch.topk", "torch_eager": "with logsumexp"}
 MERGE = {"merge_states": "`merge_states`", "triton": "Triton", "torch_compile": "torch.compile", "torch_eager": "eager"}
+STAGES = {  # of a step, by what is drawn: greedy, sampled
+    "topk_logprobs": "`topk_logprobs`",
+    "build_tree": "`build_tree`",
+    "prepare": "positions, idle slots",
+    "argmax_tokens": "`argmax_tokens`",
+    "accept_greedy": "`accept_greedy`",
+    "target_probs": "`target_probs`",
+    "accept_sampled": "`accept_sampled`",
+    "compact_kv": "moves of `compact_kv`",
+    "finish": "lengths, roots",
+}
 EVEN = "even"  # splits of a row of flash that was called without num_splits
 SHAPE = ("B", "H", "Q", "prefix")
 
@@ -319,6 +331,146 @@ def chain_sentence(rows: list[dict[str, str]]) -> str:
     )
 
 
+# Accepting
+
+
+def beside(rows: Rows, operator: str, *names: str) -> list[tuple[tuple[str, ...], dict[str, dict[str, str]]]]:
+    """The rows of an operator by variant, for each combination of these columns."""
+    some = [row for row in rows if row["operator"] == operator]
+    return [
+        (size, {row["variant"]: row for row in some if tuple(row[name] for name in names) == size})
+        for size in in_order(some, *names)
+    ]
+
+
+def times_of(row: dict[str, str]) -> tuple[str, str, str]:
+    """From a cold L2, from one full of lines to write back, and in a graph."""
+    return number(row["microseconds"]), number(row["dirty_microseconds"]), number(row["graph_us"])
+
+
+def argmax_table(rows: Rows) -> str:
+    """Microseconds of argmax_tokens and of PyTorch's argmax."""
+    lines: list[Sequence[str]] = [
+        ("B,Q,V", "dtype", "`argmax_tokens`", "L2 dirty", "in a graph", "GB/s", "torch.argmax")
+    ]
+    for (*shape, dtype), some in beside(rows, "argmax_tokens", "B", "Q", "V", "dtype"):
+        ours = some["argmax_tokens"]
+        peer = microseconds(some, "torch_argmax")
+        lines.append((",".join(shape), dtype, *times_of(ours), number(ours["gb_per_s"]), peer))
+    return markdown(*lines)
+
+
+def greedy_table(rows: Rows) -> str:
+    """Microseconds of accept_greedy, and of the walk in Python."""
+    lines: list[Sequence[str]] = [
+        ("B,Q", "nodes accepted", "`accept_greedy`", "L2 dirty", "in a graph", "copies to the host, walk in Python")
+    ]
+    for (*shape, path), some in beside(rows, "accept_greedy", "B", "Q", "path"):
+        lines.append((",".join(shape), path, *times_of(some["accept_greedy"]), microseconds(some, "cpu")))
+    return markdown(*lines)
+
+
+def sampled_table(rows: Rows) -> str:
+    """Microseconds of accept_sampled, and of drawing a token of every row."""
+    head = (
+        "B,Q,V",
+        "dtype",
+        "nodes accepted",
+        "`accept_sampled`",
+        "L2 dirty",
+        "in a graph",
+        "torch.multinomial, all rows",
+    )
+    lines: list[Sequence[str]] = [head]
+    for (*shape, dtype), some in beside(rows, "accept_sampled", "B", "Q", "V", "dtype"):
+        ours = some["accept_sampled"]
+        lines.append((",".join(shape), dtype, ours["path"], *times_of(ours), microseconds(some, "torch_multinomial")))
+    return markdown(*lines)
+
+
+def probs_table(rows: Rows) -> str:
+    """Microseconds of target_probs and of PyTorch's operators, by what is kept."""
+    lines: list[Sequence[str]] = [
+        ("B,Q,V", "dtype", "kept", "`target_probs`", "L2 dirty", "in a graph", "GB/s", "PyTorch")
+    ]
+    for (*shape, dtype, case), some in beside(rows, "target_probs", "B", "Q", "V", "dtype", "case"):
+        ours = some["target_probs"]
+        peer = microseconds(some, "torch_eager")
+        kept = case if case != "no filter" else "all"
+        lines.append((",".join(shape), dtype, kept, *times_of(ours), number(ours["gb_per_s"]), peer))
+    return markdown(*lines)
+
+
+def compact_table(rows: Rows) -> str:
+    """Microseconds of the moves of compact_kv, and of PyTorch's indexing."""
+    head = (
+        "layers,B",
+        "nodes accepted",
+        "cache",
+        "`compact_kv`",
+        "L2 dirty",
+        "in a graph",
+        "GB/s",
+        "PyTorch's indexing",
+    )
+    lines: list[Sequence[str]] = [head]
+    for (layers, batch, path, size), some in beside(rows, "compact_kv", "layers", "B", "path", "page_size"):
+        ours = some["compact_kv"]
+        cache = f"pages of {size}" if size else "contiguous"
+        peer = microseconds(some, "torch_index")
+        lines.append((f"{layers},{batch}", path, cache, *times_of(ours), number(ours["gb_per_s"]), peer))
+    return markdown(*lines)
+
+
+def copy_sentence(rows: Rows) -> str:
+    """The ceiling of the memory in the same run."""
+    copy = pick(rows, operator="copy")
+    return f"A copy of {copy['case']} within the GPU's memory reaches {number(copy['gb_per_s'])} GB/s in the same run."
+
+
+def gather_sentence(rows: Rows) -> str:
+    """What the docs say of gather_accepted."""
+    ours = pick(rows, operator="gather_accepted", variant="gather_accepted")
+    theirs = pick(rows, operator="gather_accepted", variant="torch_index")
+    return (
+        f"`gather_accepted` takes {number(ours['microseconds'])} µs for {ours['path']} {ours['case']} bfloat16 numbers "
+        f"of each of {ours['B']} requests, PyTorch's indexing {number(theirs['microseconds'])}."
+    )
+
+
+def step_sentence(rows: Rows) -> str:
+    """What the docs say of a whole step."""
+    greedy, sampled = (pick(rows, operator="step", case=case) for case in ("greedy", "sampled"))
+    return (
+        f"All of a step but the target's forward pass takes {number(greedy['microseconds'])} µs as one CUDA graph, and "
+        f"{number(sampled['microseconds'])} µs where tokens are sampled: {greedy['B']} requests, {greedy['Q']} nodes, "
+        f"V = {int(greedy['V']):,}, {greedy['layers']} layers of a paged cache, with {greedy['path']} and "
+        f"{sampled['path']} nodes accepted. Without a graph the host needs {number(greedy['host_us'])} µs, or "
+        f"{number(sampled['host_us'])}, to launch it."
+    )
+
+
+def stages_table(rows: Rows) -> str:
+    """Microseconds of each stage of a step alone, their sum, and the step as one graph."""
+    lines: list[Sequence[str]] = [
+        ("stage", *(f"{case}{when}" for case in ("greedy", "sampled") for when in ("", ", in a graph")))
+    ]
+    found = {(row["case"], row["variant"]): row for row in rows if row["operator"] == "stage"}
+    names = ("microseconds", "graph_us")
+    for stage, name in STAGES.items():
+        cells = [found.get((case, stage), {}).get(time, "") for case in ("greedy", "sampled") for time in names]
+        lines.append((name, *map(number, cells)))
+    sums = [
+        sum(float(row[time]) for (of, _), row in found.items() if of == case)
+        for case in ("greedy", "sampled")
+        for time in names
+    ]
+    lines.append(("their sum", *(number(f"{x:.1f}") for x in sums)))
+    whole = [pick(rows, operator="step", case=case)[time] for case in ("greedy", "sampled") for time in names]
+    lines.append(("the step as one graph", *map(number, whole)))
+    return markdown(*lines)
+
+
 # Putting them into the pages
 
 
@@ -346,6 +498,14 @@ QUOTES = (
     Quote("docs/numerics.md", "long rows", ERRORS, (error_table,)),
     Quote("docs/numerics.md", "growth", ERRORS, (error_sentence,)),
     Quote("docs/merge_states.md", "merge", MERGES, (merge_table,)),
+    Quote("docs/accept.md", "argmax", ACCEPTS, (argmax_table,)),
+    Quote("docs/accept.md", "greedy", ACCEPTS, (greedy_table,)),
+    Quote("docs/accept.md", "sampled", ACCEPTS, (sampled_table,)),
+    Quote("docs/target_probs.md", "probs", ACCEPTS, (probs_table,)),
+    Quote("docs/compact_kv.md", "compact", ACCEPTS, (compact_table,)),
+    Quote("docs/compact_kv.md", "copy", ACCEPTS, (copy_sentence, gather_sentence)),
+    Quote("docs/step.md", "step", ACCEPTS, (step_sentence,)),
+    Quote("docs/step.md", "stages", ACCEPTS, (stages_table,)),
 )
 
 

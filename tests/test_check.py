@@ -22,6 +22,14 @@ MERGE_BFLOAT16 = check.REFERENCE_FOLDER / "merge_states_r48_bf16.kdtr"
 TOPK = check.REFERENCE_FOLDER / "topk_logprobs_v300_k1_f32.kdtr"
 TREE = check.REFERENCE_FOLDER / "build_tree_steep_l8_k8_b16.kdtr"
 ENCODINGS = check.REFERENCE_FOLDER / "tree_encodings_q8.kdtr"
+ARGMAX = check.REFERENCE_FOLDER / "argmax_tokens_v61_f32.kdtr"
+GREEDY = check.REFERENCE_FOLDER / "accept_greedy_q24_int32.kdtr"
+GREEDY_INT64 = check.REFERENCE_FOLDER / "accept_greedy_q40_int64.kdtr"
+SAMPLED = check.REFERENCE_FOLDER / "accept_sampled_v41_f32.kdtr"
+PROBS = check.REFERENCE_FOLDER / "target_probs_v157_f32.kdtr"
+COMPACT = check.REFERENCE_FOLDER / "compact_kv_contiguous_float32.kdtr"
+PAGED = check.REFERENCE_FOLDER / "compact_kv_page64_bfloat16.kdtr"
+SGLANG = check.REFERENCE_FOLDER / "verify_tree_greedy_q16_int64.kdtr"
 QUICK = ["--budget", "0.1"]
 
 
@@ -40,6 +48,10 @@ def rewritten(tmp_path, source=SMALL, /, **changes):
     return path
 
 
+# The simulator's NumPy scalars warn where a row is NaN or above 1, and where it adds up such rows' weights.
+rows_without_a_law = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
+
+
 def variants(operator):
     return check.OPERATORS[operator].variants
 
@@ -54,9 +66,18 @@ def variants(operator):
         (TOPK, "topk_logprobs"),
         (TREE, "build_tree"),
         (ENCODINGS, "tree_encodings"),
+        (ARGMAX, "argmax_tokens"),
+        (GREEDY, "accept_greedy"),
+        (GREEDY_INT64, "accept_greedy"),
+        (SAMPLED, "accept_sampled"),
+        (PROBS, "target_probs"),
+        (COMPACT, "compact_kv"),
+        (PAGED, "compact_kv"),
+        (SGLANG, "verify_tree_greedy"),
     ],
     ids=lambda x: getattr(x, "stem", ""),
 )
+@rows_without_a_law
 def test_a_reference_file_passes(capsys, path, operator):
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 0
@@ -113,6 +134,30 @@ def test_json_names_each_result(capsys):
                 "merge_states": {"out": check.MERGE_BOUND, "lse": check.MERGE_BOUND},
             }
             assert report["max_abs_error"] <= bounds.get(row["operator"], {}).get(report["name"], 0)
+
+
+@rows_without_a_law
+def test_json_names_each_result_of_accept(capsys):
+    files = (ARGMAX, GREEDY, SAMPLED, PROBS, COMPACT, SGLANG)
+    code, out, _ = run(capsys, "check", *files, "--json", *QUICK)
+    rows = json.loads(out)["rows"]
+    assert code == 0 and len(rows) == 2 * len(files)
+    caches = ["kv_cache_0", "kv_cache_1"]
+    names = {
+        "argmax_tokens": ["target_tokens"],
+        "accept_greedy": list(check.ACCEPTED),
+        "accept_sampled": [f"{kind}.{name}" for kind in ("seeded", "uniform") for name in check.ACCEPTED],
+        "target_probs": ["target_probs", "kept"],
+        "compact_kv": [*caches, "cache_seqlens", "gathered"],
+        "verify_tree_greedy": list(check.SGLANG_RESULTS),
+    }
+    for row in rows:
+        mirror = row["variant"] == "kernel_numpy"
+        found = [report["name"] for report in row["reports"]]
+        assert found == (caches if mirror and row["operator"] == "compact_kv" else names[row["operator"]])
+        for report in row["reports"]:
+            assert report["passed"] and report["num_elements"] > 0
+            assert report["max_abs_error"] <= (check.PROBS_BOUND if report["name"] == "target_probs" else 0)
 
 
 def cells_of(out, path):
@@ -308,6 +353,90 @@ def test_wrong_encodings_fail(tmp_path, name):
         assert name in failed or not row.reports
 
 
+# What differs is among the requests that the simulator checks in no time.
+@pytest.mark.parametrize(
+    ("path", "name", "spoil"),
+    [
+        (ARGMAX, "target_tokens", first),
+        (ARGMAX, "target_tokens", lambda x: np.maximum(x, 0)),  # in place of -1
+        (ARGMAX, "logits", lambda x: np.nan_to_num(x, nan=-100.0)),
+        *((GREEDY, f"accepted.{name}", first) for name in check.ACCEPTED),
+        *((SAMPLED, f"seeded.{name}", first) for name in check.ACCEPTED),
+        *((SAMPLED, f"uniform.{name}", first) for name in check.ACCEPTED),
+        *((SGLANG, f"accepted.{name}", first) for name in check.SGLANG_RESULTS),
+        (GREEDY, "target_tokens", swapped),
+        (GREEDY, "stop_tokens", lambda x: np.full_like(x, -1)),
+        (GREEDY, "num_nodes", lambda x: np.maximum(x, 1)),
+        (GREEDY, "next_sibling", lambda x: np.full_like(x, -1)),
+        (GREEDY_INT64, "target_tokens", lambda x: x.astype(np.int32)),
+        (GREEDY_INT64, "stop_tokens", lambda x: x.astype(np.int32)),
+        (SAMPLED, "seeds", lambda x: x + 1),
+        (SAMPLED, "positions", lambda x: x + 1),
+        (SAMPLED, "uniforms", lambda x: np.float32(0.99) - np.nan_to_num(x)),
+        (SAMPLED, "target_probs", lambda x: np.ascontiguousarray(x[:, :, ::-1])),
+        (PROBS, "target_probs", lambda x: x * np.float32(1 + 2e-6)),
+        (PROBS, "target_probs", lambda x: np.where(x == 0, np.float32(1e-12), x)),
+        (PROBS, "temperature", lambda x: x + np.float32(0.01)),
+        (PROBS, "top_k", lambda x: np.full_like(x, 3)),
+        (PROBS, "top_p", lambda x: np.full_like(x, 0.6)),
+        *((COMPACT, f"compacted.kv_cache_{n}", first) for n in (0, 1)),
+        (PAGED, "block_table", swapped),
+        (PAGED, "compacted.kv_cache_1", lambda x: np.where(x == x.flat[0], x + x.dtype.type(1), x)),
+        (PAGED, "accepted.nodes", lambda x: np.where(x > 0, x + 1, x).astype(np.int32)),
+        (COMPACT, "cache_seqlens", lambda x: x + np.int32(1)),
+        (SGLANG, "retrive_next_sibling", lambda x: np.full_like(x, -1)),
+        (SGLANG, "target_predict", swapped),
+        (SGLANG, "predicts", lambda x: x - np.int32(1)),  # what is not written to keeps its contents
+        (SGLANG, "accept_index", lambda x: x - np.int32(1)),
+    ],
+)
+@rows_without_a_law
+def test_wrong_results_of_accept_fail(tmp_path, path, name, spoil):
+    changed = rewritten(tmp_path, path, **{name: spoil(kdtr.read(path)[name])})
+    rows = list(check.check_file(changed, 0.0))
+    assert len(rows) == 2 and not any(row.passed for row in rows)
+    assert all(row.reports for row in rows), "it is compared, and differs"
+
+
+@pytest.mark.parametrize("name", ["compacted.cache_seqlens", "gathered", "x"])
+def test_wrong_lengths_and_gathered_rows_fail(tmp_path, name):
+    changed = rewritten(tmp_path, COMPACT, **{name: first(kdtr.read(COMPACT)[name])})
+    mirror, kernel = check.check_file(changed, None)
+    assert mirror.passed, "it has no such result"
+    assert not kernel.passed and kernel.reports
+
+
+@rows_without_a_law
+def test_results_of_accept_that_are_never_written_fail(monkeypatch):
+    for module, name, path in (
+        (check.argmax, "argmax_tokens", ARGMAX),
+        (check.greedy, "accept_greedy", GREEDY),
+        (check.sampled, "accept_sampled", SAMPLED),
+        (check.probabilities, "target_probs", PROBS),
+        (check.compact, "compact_kv", COMPACT),
+        (check.compact, "gather_accepted", PAGED),
+        (check.sglang, "verify_tree_greedy", SGLANG),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda *args, **kwargs: None)
+            patch.setattr(module, "mirror", lambda *args: None)
+            rows = list(check.check_file(path, 0.0))
+        assert not any(row.passed for row in rows) and all(row.reports for row in rows), name
+
+
+@pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all")
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 10.0, 1e9])
+def test_work_on_files_of_accept_is_bounded(seconds):
+    for each in (1e-6, 0.3, 100.0):
+        for total in (1, 4, 5, 40):
+            count = check._affordable(seconds, each, total)
+            assert min(total, 4) <= count <= total
+            assert count <= 4 or count * each <= min(seconds, check.SIMULATED_MOST)
+            chosen = check._spread(count, total)
+            assert len(set(chosen)) == count and chosen[0] == 0 and chosen == sorted(chosen) and chosen[-1] < total
+    assert check._affordable(None, 100.0, 40) == 40 and check._spread(40, 40) == list(range(40))
+
+
 @pytest.mark.parametrize("operator", ["topk_logprobs", "build_tree"])
 def test_what_is_never_written_fails(monkeypatch, operator):
     path = {"topk_logprobs": TOPK, "build_tree": TREE}[operator]
@@ -371,15 +500,21 @@ def test_the_first_requests_are_a_smaller_batch(path):
         (TREE, 0.0, "12 of 51 nodes: nodes 0-3 of all requests"),
         (ENCODINGS, 0.0, "1 of 6 trees: request 0"),
         (ENCODINGS, 0.03, "2 of 6 trees: requests 0-1"),
+        (ARGMAX, 0.0, "4 of 16 rows: rows 0-3"),
+        (SAMPLED, 0.0, "4 of 24 requests: 0, 6, 12, 18"),
+        (PROBS, 0.0, "4 of 42 rows: node 0 of requests 0, 3, 7, 10"),
     ],
 )
+@rows_without_a_law
 def test_a_part_is_named(path, seconds, checked):
     total = checked.split(":")[0].split(" of ")[1]
     for row in check.check_file(path, seconds):
         assert row.passed and row.checked == (f"all {total}" if row.variant.endswith("_numpy") else checked)
 
 
-@pytest.mark.parametrize("path", [MERGE, TREE, ENCODINGS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [MERGE, TREE, ENCODINGS, ARGMAX, GREEDY, COMPACT, PAGED, SGLANG], ids=lambda path: path.stem
+)
 def test_without_a_budget_all_is_checked(path):
     for row in check.check_file(path, None):
         assert row.passed and row.checked.startswith("all ")
@@ -399,6 +534,8 @@ def test_files_that_cannot_be_used_fail_and_say_why(capsys, tmp_path):
         (rewritten(tmp_path, TOPK, k=None, token_ids=None), "tensors are missing: k, token_ids"),
         (rewritten(tmp_path, TREE, scores=None), "tensors are missing: scores"),
         (rewritten(tmp_path, ENCODINGS, full_mask=None), "tensors are missing: full_mask"),
+        (rewritten(tmp_path, GREEDY, parents=None, stop_tokens=None), "tensors are missing: parents, stop_tokens"),
+        (rewritten(tmp_path, COMPACT, kv_cache_0=None), "tensors are missing: kv_cache_0"),
     ):
         code, out, _ = run(capsys, "check", path, TREE, *QUICK)
         assert code == 1

@@ -387,7 +387,14 @@ def test_the_tables_of_errors_of_the_tree_operators(page):
 # The rooms
 
 # From the ground up; a room may import the rooms of lower floors.
-FLOORS = (("device", "masks", "kdtr", "compare"), ("attention", "tree"), ("check",), ("__main__",))
+FLOORS = (
+    ("device", "masks", "kdtr", "compare"),
+    ("attention", "tree"),
+    ("accept",),
+    ("step",),
+    ("check",),
+    ("__main__",),
+)
 
 
 def rooms_imported(path: Path) -> set[str]:

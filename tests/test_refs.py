@@ -18,12 +18,17 @@ import numpy as np
 import pytest
 
 from ddtree_numba import kdtr
-from refs import make_refs, oracle, trees
+from refs import accept, make_refs, oracle, trees
 
 REFS = Path(make_refs.__file__).parent
 STATISTICS = ("logit_std", "logit_max", "logit_magnitude")
 # What a mathematical library may change: results by a last bit, float64 figures by a few. All else is the same bytes.
-RESULTS = {"verify_attention": ("out", "lse"), "merge_states": ("out", "lse"), "topk_logprobs": ("logprobs",)}
+RESULTS = {
+    "verify_attention": ("out", "lse"),
+    "merge_states": ("out", "lse"),
+    "topk_logprobs": ("logprobs",),
+    "target_probs": ("target_probs",),
+}
 FIGURES = {"verify_attention": STATISTICS, "topk_logprobs": ("lse",)}
 ARGUMENTS = ("q", "kv_cache", "cache_seqlens", "tree_mask", "sm_scale", "kv_lora_rank", "block_table")
 ALL_CASES = (
@@ -32,6 +37,12 @@ ALL_CASES = (
     *make_refs.TOPK_CASES,
     *make_refs.TREE_CASES,
     *make_refs.ENCODING_CASES,
+    *make_refs.ARGMAX_CASES,
+    *make_refs.GREEDY_CASES,
+    *make_refs.SAMPLED_CASES,
+    *make_refs.PROBS_CASES,
+    *make_refs.COMPACT_CASES,
+    *make_refs.SGLANG_CASES,
 )
 
 
@@ -44,6 +55,12 @@ each_merge_case = each(make_refs.MERGE_CASES)
 each_topk_case = each(make_refs.TOPK_CASES)
 each_tree_case = each(make_refs.TREE_CASES)
 each_encoding_case = each(make_refs.ENCODING_CASES)
+each_argmax_case = each(make_refs.ARGMAX_CASES)
+each_greedy_case = each(make_refs.GREEDY_CASES)
+each_sampled_case = each(make_refs.SAMPLED_CASES)
+each_probs_case = each(make_refs.PROBS_CASES)
+each_compact_case = each(make_refs.COMPACT_CASES)
+each_sglang_case = each(make_refs.SGLANG_CASES)
 
 
 def stored(case: Any) -> dict[str, Any]:
@@ -68,6 +85,8 @@ def test_files_are_those_of_the_table(regenerated: Path) -> None:
     assert sum(path.stat().st_size for path in REFS.glob("verify_attn_*.kdtr")) <= 24e6
     assert sum(path.stat().st_size for path in REFS.glob("verify_attn_r*.kdtr")) <= 6e6
     assert sum(path.stat().st_size for path in REFS.glob("[bmt]*.kdtr")) <= 2e6
+    of_accept = ("argmax_tokens", "accept", "target_probs", "compact_kv", "verify_tree_greedy")
+    assert sum(path.stat().st_size for name in of_accept for path in REFS.glob(f"{name}_*.kdtr")) <= 6e5
 
 
 def test_generator_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
@@ -445,6 +464,323 @@ def test_encoding_files_have_trees_around_the_borders_of_words() -> None:
     assert sizes >= {1, 31, 32, 33, 64, 65}
     words = {stored(case)["bitpacked_mask"].dtype.name for case in make_refs.ENCODING_CASES if case.num_nodes <= 32}
     assert words == {"uint8", "uint16", "uint32"}
+
+
+# Files of the accept operators
+
+ACCEPTED = ("nodes", "num_accepted", "bonus_tokens", "flags", "tokens")
+
+
+def check_accepted_layout(t: dict[str, Any], prefix: str, batch: int, max_depth: int) -> None:
+    for name in ACCEPTED:
+        shape = (batch, max_depth + 1) if name in ("nodes", "tokens") else (batch,)
+        assert (t[prefix + name].dtype, t[prefix + name].shape) == (np.int32, shape), name
+
+
+def tree_of(t: dict[str, Any]) -> dict[str, Any]:
+    return {name: t[name] for name in TREE_ARRAYS}
+
+
+@each_argmax_case
+def test_argmax_files_hold_the_first_of_the_largest(case: make_refs.ArgmaxCase) -> None:
+    t = stored(case)
+    assert t["operator"].tobytes() == b"argmax_tokens"
+    rows = (case.batch, case.num_nodes)
+    assert (t["logits"].dtype.name, t["logits"].shape) == (case.dtype, (*rows, case.vocabulary))
+    assert (t["target_tokens"].dtype, t["target_tokens"].shape) == (np.int32, rows)
+    logits, tokens = t["logits"].astype(np.float64).reshape(-1, case.vocabulary), t["target_tokens"].ravel()
+    for row, token in zip(logits, tokens, strict=True):
+        if np.isnan(row).any():
+            assert token == -1
+        else:
+            assert (row <= row[token]).all() and (row[:token] < row[token]).all()
+    refused = tokens == -1
+    assert not (refused[1:] & refused[:-1]).any(), "a row's failure could hide behind its neighbour's"
+    assert refused.any()
+
+
+def test_argmax_files_hold_each_difficulty() -> None:
+    assert {case.dtype for case in make_refs.ARGMAX_CASES} == {"float32", "float16", "bfloat16"}
+    assert {case.vocabulary for case in make_refs.ARGMAX_CASES} >= {1, 8193}
+    special = [case for case in make_refs.ARGMAX_CASES if case.special == tuple(make_refs.ARGMAX_ROWS)]
+    assert {case.dtype for case in special} == {"float32", "float16", "bfloat16"}
+    for case in special:
+        tokens = stored(case)["target_tokens"].ravel().tolist()
+        named = dict(zip(make_refs.ARGMAX_ROWS, tokens, strict=False))
+        last = case.vocabulary - 1
+        assert named["the maximum at the end, three times"] == last - 2
+        assert named["-inf but for the last"] == last and named["rising"] > last - 4
+        assert named["all equal"] == named["nothing but -inf"] == named["the maximum at the front"] == 0
+        assert named["the maximum three times"] == named["a +inf, twice"] == 5
+        assert named["a NaN behind the maximum"] == named["a NaN in front"] == named["a NaN among -inf"] == -1
+        zeros = stored(case)["logits"].reshape(-1, case.vocabulary)[list(named).index("zeros of both signs")]
+        assert zeros[named["zeros of both signs"]] == 0 and np.signbit(zeros[named["zeros of both signs"]])
+
+
+@each_greedy_case
+def test_layout_of_greedy_files(case: make_refs.GreedyCase) -> None:
+    t = stored(case)
+    batch = len(case.walks) + case.random_trees
+    assert t["operator"].tobytes() == b"accept_greedy"
+    check_tree_layout(t, "", batch, case.num_nodes)
+    assert (t["target_tokens"].dtype.name, t["target_tokens"].shape) == (case.dtype, (batch, case.num_nodes))
+    shape = (3,) if case.dtype == "int64" else (batch, 2)
+    assert (t["stop_tokens"].dtype.name, t["stop_tokens"].shape) == (case.dtype, shape)
+    check_accepted_layout(t, "accepted.", batch, case.max_depth)
+    assert int(t["max_depth"]) == case.max_depth
+
+
+def test_greedy_files_hold_what_their_walks_are_for() -> None:
+    found: dict[str, tuple[list[int], int, int]] = {}
+    for case in make_refs.GREEDY_CASES:
+        t = stored(case)
+        for b, name in enumerate(case.walks):
+            nodes = t["accepted.nodes"][b, : t["accepted.num_accepted"][b]].tolist()
+            found[name] = nodes, int(t["accepted.bonus_tokens"][b]), int(t["accepted.flags"][b])
+        random = t["accepted.num_accepted"][len(case.walks) :]
+        assert len(set(random.tolist())) > 1 and random.max() >= 3
+    leaf, chain = [0, 1, 3, 6, 9], list(range(40))
+    assert found == {
+        "to a leaf": (leaf, 99, 0),
+        "no node": ([], -1, 0),
+        "the root alone": ([0], 5, 0),
+        "no child": ([0, 1], 14, 0),
+        "nothing at the root": ([0], 3, 0),
+        "the second child": ([0, 2, 5, 8], 11, 0),
+        "equal siblings": ([0, 1], 6, 0),
+        "equal siblings in a row": ([0, 1, 2, 5], 6, 0),
+        "token 0": ([0, 2, 3], 0, 0),
+        "a stop token as a node": (leaf[:3], -1, accept.STOPPED),
+        "a stop token as the last node": (leaf, -1, accept.STOPPED),
+        "a stop token as the bonus": (leaf, 99, accept.STOPPED),
+        "a stop token off the path": (leaf, 99, 0),
+        "token 0 stops": ([0, 2], -1, accept.STOPPED),
+        "no target at the root": ([0], -1, accept.BAD_TARGET),
+        "no target at a node": (leaf[:3], -1, accept.BAD_TARGET),
+        "no target at the last node": (leaf, -1, accept.BAD_TARGET),
+        "no target off the path": (leaf, 99, 0),
+        "a link to itself": ([0], 11, accept.BAD_LINK),
+        "a link back": (leaf[:3], 15, accept.BAD_LINK),
+        "a link behind the last node": (leaf[:4], 18, accept.BAD_LINK),
+        "a link behind all": (leaf[:4], 18, accept.BAD_LINK),
+        "a negative link": (leaf[:2], 12, accept.BAD_LINK),
+        "a broken link that is not met": (leaf, 99, 0),
+        "a stop token and a broken link": (leaf[:3], 15, accept.BAD_LINK | accept.STOPPED),
+        "a negative number of nodes": ([], -1, 0),
+        "more nodes than there is room for": (chain[:7], 37, 0),
+        "fewer nodes than have links": (leaf[:3], 15, accept.BAD_LINK),
+        "a long chain": (chain, 77, 0),
+        "a chain, left at node 33": (chain[:34], 9, 0),
+        "a chain, stopped behind node 34": (chain[:35], 555, accept.STOPPED),
+        "the largest token": (chain[:6], 2**31 - 1, 0),
+        "above the largest token": (chain[:7], -1, accept.BAD_TARGET),
+        "a token of 41 bits": (chain[:8], -1, accept.BAD_TARGET),
+        "a token of -2**40": (chain[:9], -1, accept.BAD_TARGET),
+    }
+
+
+@each_sampled_case
+def test_layout_of_sampled_files(case: make_refs.SampledCase) -> None:
+    t = stored(case)
+    rows = (case.batch, case.num_nodes)
+    assert t["operator"].tobytes() == b"accept_sampled"
+    check_tree_layout(t, "", *rows)
+    assert (t["target_probs"].dtype.name, t["target_probs"].shape) == (case.dtype, (*rows, case.vocabulary))
+    dtypes = [t[name].dtype.name for name in ("seeds", "positions", "uniforms", "stop_tokens")]
+    if case.position_a_node:
+        assert dtypes == ["uint64", "int32", "float64", "int32"] and t["positions"].shape == rows
+    else:
+        assert dtypes == ["int64", "int64", "float32", "int32"] and t["positions"].shape == rows[:1]
+    assert t["seeds"].shape == rows[:1] and t["uniforms"].shape == rows and t["stop_tokens"].shape == (2,)
+    for kind in ("seeded.", "uniform."):
+        check_accepted_layout(t, kind, case.batch, 6)
+    # The ordinary rows sum to 1, exactly before they are rounded to 16 bits.
+    sums = t["target_probs"].astype(np.float64).sum(axis=2)
+    ordinary = sums[np.arange(case.batch) > 20 * case.special]
+    assert (ordinary == 1).all() if case.dtype == "float32" else np.abs(ordinary - 1).max() < 0.01
+
+
+@each_sampled_case
+def test_sampled_files_hold_what_was_drawn(case: make_refs.SampledCase) -> None:
+    """A token that has probability, at each node; the tokens lead along the path; the two kinds of draws differ."""
+    t = stored(case)
+    for kind in ("seeded.", "uniform."):
+        for b, count in enumerate(t[f"{kind}num_accepted"].tolist()):
+            nodes, tokens = t[f"{kind}nodes"][b, :count].tolist(), t[f"{kind}tokens"][b].tolist()
+            assert t["tokens"][b, nodes[1:]].tolist() == tokens[: max(count - 1, 0)]
+            for node, token in zip(nodes, tokens, strict=False):
+                assert token == -1 or t["target_probs"][b, node, token] > 0
+    assert (t["seeded.tokens"] != t["uniform.tokens"]).any()
+
+
+def test_sampled_files_hold_each_difficulty() -> None:
+    assert {case.dtype for case in make_refs.SAMPLED_CASES} == {"float32", "bfloat16"}
+    refused = {"all zero", "a NaN", "below 0", "above 1", "+inf", "too tiny"}
+    for case in (case for case in make_refs.SAMPLED_CASES if case.special):
+        t = stored(case)
+        names = list(make_refs.LAW_ROWS)
+        behind = len(names) + len(make_refs.BAD_UNIFORMS)
+        for kind in ("seeded.", "uniform."):
+            bad = (t[f"{kind}flags"] & accept.BAD_TARGET) > 0
+            assert {name for name, x in zip(names, bad, strict=False) if x} == refused
+            assert not (bad[1 : len(names)] & bad[: len(names) - 1]).any()
+            assert t[f"{kind}num_accepted"][behind] == 0, "an idle request"
+            assert t[f"{kind}num_accepted"][behind + 1] == 2 and bad[behind + 1], "a second node without a law"
+            assert t[f"{kind}num_accepted"].max() >= 3
+            assert t[f"{kind}bonus_tokens"][names.index("one token")] == case.vocabulary - 1
+            assert t[f"{kind}bonus_tokens"][names.index("one of them just large enough")] == 5
+        uniforms = t["uniforms"][len(names) : behind, 0]
+        np.testing.assert_array_equal(uniforms, make_refs.BAD_UNIFORMS)
+        assert (t["uniform.flags"][len(names) : behind] & 1).tolist() == [0, 1, 1, 0, 0]
+        # The ends of the unit interval, at a row whose first and last tokens have no probability.
+        zeros = names.index("zeros on both sides")
+        assert t["uniforms"][zeros, 0] == 0 and t["uniform.tokens"][zeros, 0] >= 3
+        assert {0.0, 1 - 2**-24} <= set(t["uniforms"][: len(names), 0].astype(np.float64).tolist())
+        assert (t["seeds"].view(np.uint64) >= 2**63).any() and (t["seeds"].view(np.uint64) < 2**63).any()
+        # Positions that carry into their high half within a walk, or out of it.
+        roots = (t["positions"][:, 0] if case.position_a_node else t["positions"])[-2:]
+        assert roots.tolist() == [2**31 - 9 if case.position_a_node else 2**32 - 1, -2]
+        assert t["seeded.num_accepted"][-1] >= 3 and t["seeded.num_accepted"][-2] >= 2
+        # A stop token as a node, and as the bonus token.
+        stopped = {(kind, x >= 0) for kind in ("seeded.", "uniform.") for x in stopped_bonuses(t, kind)}
+        assert {as_bonus for _, as_bonus in stopped} == {False, True}
+
+
+def stopped_bonuses(t: dict[str, Any], kind: str) -> list[int]:
+    """Bonus tokens of the requests that a stop token ended; -1 where it was a node."""
+    return t[f"{kind}bonus_tokens"][(t[f"{kind}flags"] & accept.STOPPED) > 0].tolist()
+
+
+@each_probs_case
+def test_probs_files_hold_laws_of_what_is_kept(case: make_refs.ProbsCase) -> None:
+    t = stored(case)
+    batch = len(case.requests)
+    assert t["operator"].tobytes() == b"target_probs"
+    shape = (batch, case.num_nodes, case.vocabulary)
+    assert (t["logits"].dtype.name, t["logits"].shape) == (case.dtype, shape)
+    assert (t["target_probs"].dtype, t["target_probs"].shape) == (np.float32, shape)
+    for name, dtype in (("temperature", "float32"), ("top_k", "int32"), ("top_p", "float32")):
+        assert (t[name].dtype.name, t[name].shape) == (dtype, (batch,))
+    for b, i in np.ndindex(*shape[:2]):
+        logits, probs = t["logits"][b, i].astype(np.float64), t["target_probs"][b, i].astype(np.float64)
+        if np.isnan(logits).any() or not np.isfinite(logits.max()):
+            assert not probs.any()
+            continue
+        assert probs.sum() == pytest.approx(1, rel=1e-6)
+        keeps = probs > 0
+        least = logits[keeps].min()
+        if t["temperature"][b] == 0:
+            assert np.flatnonzero(keeps).tolist() == [int(np.argmax(logits))]
+            continue
+        assert (keeps == (np.isfinite(logits) & (logits >= least))).all(), "of equal logits, all or none"
+        exact = np.exp((logits - logits.max()) / float(t["temperature"][b])) * keeps
+        np.testing.assert_allclose(probs, exact / exact.sum(), rtol=1e-6)
+        top_k, top_p = int(t["top_k"][b]), float(t["top_p"][b])
+        if 0 < top_k < case.vocabulary:
+            assert (logits > least).sum() < top_k
+        if top_p >= 1:
+            assert keeps.sum() >= min(top_k if top_k > 0 else case.vocabulary, np.isfinite(logits).sum())
+
+
+def test_probs_files_hold_each_difficulty() -> None:
+    assert {case.dtype for case in make_refs.PROBS_CASES} == {"float32", "bfloat16"}
+    for case in make_refs.PROBS_CASES:
+        t = stored(case)
+        keeps = (t["target_probs"] > 0).sum(axis=2)
+        limited = (t["temperature"] > 0) & ((t["top_p"] < 1) | ((t["top_k"] > 0) & (t["top_k"] < case.vocabulary)))
+        assert (t["temperature"] == 0).any() and (~limited).any() and limited.sum() >= 3
+        assert len(set(keeps[limited].ravel().tolist())) >= 4
+        by_k = (t["top_k"] > 0) & (t["top_k"] < case.vocabulary) & (t["top_p"] >= 1) & (t["temperature"] > 0)
+        if by_k.any():
+            assert (keeps[by_k] > t["top_k"][by_k, None]).any(), "more are kept than top_k, by a tie"
+        assert t["target_probs"][t["target_probs"] > 0].min() > 2.0**-100, "nothing underflows"
+        assert (keeps == 0).any() or not case.special
+
+
+@each_compact_case
+def test_compact_files_hold_what_moved(case: make_refs.CompactCase) -> None:
+    t = stored(case)
+    batch = len(case.prefixes)
+    assert t["operator"].tobytes() == b"compact_kv"
+    assert t["cache_seqlens"].tolist() == list(case.prefixes) and t["cache_seqlens"].dtype == np.int32
+    check_accepted_layout(t, "accepted.", batch, 8)
+    assert ("block_table" in t) == (case.page_size is not None)
+    for n, columns in enumerate(case.layers):
+        old, new = t[f"kv_cache_{n}"], t[f"compacted.kv_cache_{n}"]
+        assert old.dtype.name == new.dtype.name == case.dtype and old.shape == new.shape and old.shape[2:] == columns
+        assert (old.shape[1] if case.page_size else old.shape[:2]) == (case.page_size or (batch, make_refs.CAPACITY))
+        rows = old.reshape(-1, math.prod(columns)).view(np.uint8)
+        assert len(np.unique(rows, axis=0)) > 0.99 * len(rows), "rows differ"
+        changed = (old.view(np.uint8) != new.view(np.uint8)).reshape(*old.shape[:2], -1).any(axis=2)
+        assert 4 <= changed.sum() <= t["accepted.num_accepted"].sum()
+    assert t["x"].shape == (batch, case.num_nodes, make_refs.HIDDEN_SIZE) and t["x"].dtype == np.float32
+    assert t["gathered"].shape == (batch, 9, make_refs.HIDDEN_SIZE) and t["gathered"].dtype == np.float32
+    for b, count in enumerate(t["accepted.num_accepted"].tolist()):
+        nodes = t["accepted.nodes"][b, :count]
+        assert (t["gathered"][b, :count] == t["x"][b, nodes]).all() and (t["gathered"][b, count:] == 0).all()
+    assert t["accepted.num_accepted"][make_refs.IDLE_REQUEST] == 0
+
+
+def test_compact_files_hold_each_difficulty() -> None:
+    cases = {case.page_size: case for case in make_refs.COMPACT_CASES}
+    assert set(cases) == {None, 16, 64}
+    for page_size, case in cases.items():
+        t = stored(case)
+        lengths, nodes, counts = t["cache_seqlens"], t["accepted.nodes"], t["accepted.num_accepted"]
+        # Where a row is read and another one is written over it.
+        assert any(len(set(nodes[b, :n].tolist()) & set(range(n))) > 1 for b, n in enumerate(counts.tolist()))
+        after = t["compacted.cache_seqlens"]
+        if page_size is None:
+            assert (lengths < 0).any() and (after[lengths < 0] == lengths[lengths < 0]).all()
+            full = lengths + counts > make_refs.CAPACITY
+            assert full.any() and (after[full] == lengths[full]).all()
+            last = np.take_along_axis(nodes, np.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+            assert ((lengths + last >= make_refs.CAPACITY) & ~full & (after > lengths)).any(), "a move is left out"
+            assert t["kv_cache_0"].shape[2:] != t["kv_cache_1"].shape[2:]
+            continue
+        assert (after == lengths + counts).all()
+        moves = [
+            ((lengths[b] + nodes[b, k]) // page_size, (lengths[b] + k) // page_size)
+            for b, n in enumerate(counts.tolist())
+            for k in range(n)
+        ]
+        assert any(source > target for source, target in moves), "over the border of a page"
+        assert len({target for _, target in moves}) > 1
+    assert (stored(cases[16])["block_table"] == -5).any()
+
+
+@each_sglang_case
+def test_sglang_files_hold_what_the_walk_accepts(case: make_refs.SglangCase) -> None:
+    t = stored(case)
+    rows = (case.batch, case.num_nodes)
+    assert t["operator"].tobytes() == b"verify_tree_greedy"
+    forms = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling", "target_predict")
+    for name in forms:
+        assert (t[name].dtype.name, t[name].shape) == (case.dtype, rows), name
+    shapes = {
+        "predicts": (math.prod(rows),),
+        "accept_index": (case.batch, case.columns),
+        "accept_token_num": (case.batch,),
+    }
+    for name, shape in shapes.items():
+        for prefix in ("", "accepted."):
+            assert (t[prefix + name].dtype, t[prefix + name].shape) == (np.int32, shape), name
+    links = np.concatenate([t["retrive_next_token"][:, 1:], t["retrive_next_sibling"][:, 1:]], axis=1)
+    nodes = np.tile(np.arange(1, case.num_nodes), 2)
+    assert (links < nodes).all() and (links >= 0).any(), "links lead to smaller nodes"
+    assert sorted(t["retrive_index"].ravel().tolist()) == list(range(math.prod(rows)))
+    counts, index = t["accepted.accept_token_num"], t["accepted.accept_index"]
+    assert len(set(counts.tolist())) > 1
+    targets, written = t["target_predict"].ravel(), np.zeros(math.prod(rows), dtype=bool)
+    for b, count in enumerate(counts.tolist()):
+        places = index[b, : count + 1]
+        assert places[0] == t["retrive_index"][b, 0]
+        assert (index[b, count + 1 :] == t["accept_index"][b, count + 1 :]).all()
+        tokens = t["candidates"][b].ravel()[[np.flatnonzero(t["retrive_index"][b] == place)[0] for place in places[1:]]]
+        assert (tokens == targets[places[:-1]]).all()
+        written[places] = True
+    assert (t["accepted.predicts"] == np.where(written, targets, t["predicts"])).all()
+    assert case.columns > counts.max() + 1 or case.columns == counts.max() + 1 < case.num_nodes
 
 
 # Best-first trees

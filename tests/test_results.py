@@ -9,7 +9,9 @@ import dataclasses
 import hashlib
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +25,7 @@ from refs import oracle
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "profiling"))
 
+import bench_accept  # noqa: E402
 import bench_attention_error  # noqa: E402
 import bench_merge_states  # noqa: E402
 import bench_trees  # noqa: E402
@@ -32,9 +35,11 @@ import tables  # noqa: E402
 ROWS = tables.read_rows()
 TREE_ROWS = tables.tree_rows()
 ERROR_ROWS, MERGE_ROWS = tables.read_rows(tables.ERRORS), tables.read_rows(tables.MERGES)
+ACCEPT_ROWS = tables.read_rows(tables.ACCEPTS)
 needs_tree_rows = pytest.mark.skipif(not TREE_ROWS, reason=f"{tables.TREES.name} is not measured yet")
 needs_error_rows = pytest.mark.skipif(not ERROR_ROWS, reason=f"{tables.ERRORS.name} is not measured yet")
 needs_merge_rows = pytest.mark.skipif(not MERGE_ROWS, reason=f"{tables.MERGES.name} is not measured yet")
+needs_accept_rows = pytest.mark.skipif(not ACCEPT_ROWS, reason=f"{tables.ACCEPTS.name} is not measured yet")
 each_theme = pytest.mark.parametrize("theme", ["light", "dark"])
 
 
@@ -95,6 +100,42 @@ def test_merge_rows_say_what_was_measured_and_on_what():
         if row["variant"] == "merge_states" or not row["note"]:
             assert_measured(row)
             assert float(row["microseconds"]) > 0 and int(row["repeats"]) >= 30
+
+
+@needs_accept_rows
+def test_accept_rows_are_complete_and_say_what_was_measured_and_on_what():
+    for row in ACCEPT_ROWS:
+        if row["variant"] in bench_accept.PEERS and row["note"]:
+            continue
+        assert_measured(row)
+        assert float(row["microseconds"]) > 0 and row["checked"] and int(row["repeats"]) >= 30
+        if row["variant"] not in bench_accept.PEERS:
+            assert all(float(row[name]) > 0 for name in bench_accept.TIMES if name != "spread_microseconds")
+    assert kinds_of_rows(ACCEPT_ROWS) == accept_kinds()
+    copy = tables.pick(ACCEPT_ROWS, operator="copy")
+    for row in ACCEPT_ROWS:  # nothing is faster than the memory, but that results may stay in L2
+        if row["gb_per_s"]:
+            assert float(row["gb_per_s"]) < 2 * float(copy["gb_per_s"]), row
+
+
+def kinds_of_rows(rows):
+    """Operators and variants, with how many rows each has."""
+    return Counter((row["operator"], row["variant"]) for row in rows)
+
+
+def accept_kinds():
+    """The same of a complete measurement."""
+    counts = {
+        ("argmax_tokens", "torch_argmax"): len(bench_accept.ARGMAX),
+        ("accept_greedy", "cpu"): len(bench_accept.GREEDY),
+        ("accept_sampled", "torch_multinomial"): len(bench_accept.SAMPLED),
+        ("target_probs", "torch_eager"): len(bench_accept.FILTERS),
+        ("compact_kv", "torch_index"): len(bench_accept.COMPACT),
+        ("gather_accepted", "torch_index"): 1,
+    }
+    found = Counter({(ours, variant): n for (ours, peer), n in counts.items() for variant in (ours, peer)})
+    found += Counter({("copy", "torch_copy"): 1, ("step", "graph"): len(bench_accept.STAGES)})
+    return found + Counter(("stage", stage) for stages in bench_accept.STAGES.values() for stage in stages)
 
 
 @needs_tree_rows
@@ -666,4 +707,298 @@ def test_the_committed_figures_of_attention_show_the_committed_measurements(name
         pytest.skip(f"{path.name} is not measured yet")
     svg = ROOT / "docs" / "figures" / f"{name}_{theme}.svg"
     assert shown(svg) == hashlib.sha256(path.read_bytes()).hexdigest(), "python profiling/plot_attention.py"
+    assert svg.with_suffix(".png").stat().st_size > 10_000
+
+
+# The measuring of what follows the target's forward pass, on NumPy arrays
+
+
+class Accepting(Numpy):
+    """Stands in for bench_accept.Gpu: NumPy, the simulator, and times that are made up."""
+
+    def logits(self, shape, dtype):
+        x = super().logits(shape, "float32")
+        return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    def to_device(self, x):
+        return x.copy()
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+    def drafts(self, batch, k):
+        logits = self.logits((batch, bench_accept.LENGTH, bench_accept.TREE_VOCABULARY), "float32")
+        exact = self.exact_topk(logits * bench_accept.SHARPNESS, k)
+        return exact["logprobs"].astype(np.float32), exact["token_ids"]
+
+    def law(self, tokens, vocabulary, dtype):
+        x = np.exp(self.logits((*tokens.shape, vocabulary), "float32"))
+        x *= (1 - bench_accept.FOLLOWED) / x.sum(-1, keepdims=True)
+        at = tokens[..., None]
+        np.put_along_axis(x, at, np.take_along_axis(x, at, -1) + np.float32(bench_accept.FOLLOWED), -1)
+        return x.astype(self.empty((), dtype).dtype)
+
+    def peak(self, logits, tokens):
+        np.put_along_axis(logits, tokens[..., None], bench_accept.PEAK, -1)
+
+    def fill(self, cache, layer):
+        cache.view(np.uint16)[...] = np.random.default_rng(layer).integers(0, 1 << 16, cache.shape)
+        return cache
+
+    def image(self, x):
+        return np.ascontiguousarray(x).view(np.uint8).copy()
+
+    def same(self, image, x):
+        return np.array_equal(image, np.ascontiguousarray(x).view(np.uint8))
+
+    def moved(self, cache, target, source):
+        rows = cache.reshape(-1, cache.shape[-1]).copy()
+        rows[target] = rows[source]
+        return self.image(rows.reshape(cache.shape))
+
+    def argmax(self, logits):
+        return lambda: logits.argmax(-1)
+
+    def multinomial(self, probs):
+        return lambda: probs.argmax(-1)
+
+    def softmax(self, logits, top_k, top_p):
+        x = np.exp(logits.astype(np.float32) / bench_accept.TEMPERATURE)
+        return lambda: x / x.sum(-1, keepdims=True)
+
+    def move(self, caches, target, source):
+        def call():
+            for rows in (cache.reshape(-1, cache.shape[-1]) for cache in caches):
+                rows[target] = rows[source]
+
+        return call
+
+    def take(self, x, nodes):
+        return lambda: x[np.arange(len(x))[:, None], nodes.clip(min=0)]
+
+    def copies(self):
+        return np.arange(64), np.empty(64, np.int64)
+
+    def time(self, call, calls_in_graph=1, *, before=lambda: None, replay=None):
+        before()
+        (replay or call)()
+        self.timed += 1
+        graph = "7.0" if calls_in_graph else ""
+        return {**dict.fromkeys(bench_accept.TIMES, "8.0"), "graph_us": graph}
+
+    def wall(self, call):
+        call()
+        return {"microseconds": "90.0", "spread_microseconds": "2.0"}
+
+    def capture(self, call):
+        return call
+
+    def free(self):
+        pass
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """The same measurements at sizes for the simulator."""
+    changed = {
+        "LENGTH": 3,
+        "TREE_VOCABULARY": 29,
+        "ARGMAX": (((2, 3, 41), "bfloat16"), ((1, 2, 40), "float16")),
+        "GREEDY": ((2, 6),),
+        "SAMPLED": (((2, 6, 67), "bfloat16"), ((1, 6, 64), "float32")),
+        "PROBS_SHAPE": (1, 1, 70),
+        "FILTERS": ((None, None), (7, None), (None, 0.9), (9, 0.9)),
+        "COMPACT": ((3, 2, 3, 4), (1, 2, 4, 0)),
+        "HEAD_DIM": 8,
+        "CAPACITY": 24,
+        "TREE_NODES": 9,
+        "COLUMNS": 7,
+        "COPY_BYTES": 512,
+        "GATHER": (2, 12, 10),
+        "STEP": {"batch": 2, "draft_positions": 3, "vocabulary": 30, "tree_budget": 6},
+        "STEP_LAYERS": 2,
+        "STEP_PREFIX": 9,
+        "PAGE_SIZE": 4,
+    }
+    for name, value in changed.items():
+        monkeypatch.setattr(bench_accept, name, value)
+
+
+@pytest.mark.slow
+def test_the_whole_measurement_of_accepting_on_numpy(short, tmp_path):
+    gpu = Accepting()
+    made = [row for job, given in bench_accept.jobs(quick=False) for row in bench_accept.rows_of(gpu, job, given)]
+    assert [row for row in made if not row["right"]] == []
+    tables.write_rows(tmp_path / "accept.csv", made, bench_accept.FIELDS)
+    rows = tables.read_rows(tmp_path / "accept.csv")
+    assert kinds_of_rows(rows) == accept_kinds()
+    assert all(row["microseconds"] and row["checked"] and bench_accept.line(row) for row in rows)
+    assert all(float(row["path"]) > 1 for row in rows if row["operator"] in ("accept_greedy", "step", "compact_kv"))
+    speeds = [row["gb_per_s"] for row in rows if row["operator"] == "compact_kv"]
+    assert speeds == [f"{2 * moved * 8 * 2 / 8e3:.0f}" for moved in (3 * 2 * 2, 3 * 2 * 2, 2 * 3, 2 * 3)]
+    jobs = bench_accept.jobs(quick=True)
+    assert Counter(job.__name__ for job, _ in jobs).most_common(1)[0][1] == 1 and len(jobs) == 8
+
+
+@pytest.mark.parametrize(
+    "operator, job, given",
+    [
+        ("argmax_tokens", "argmax_rows", ((2, 3, 41), "bfloat16")),
+        ("accept_greedy", "greedy_rows", (2, 6)),
+        ("accept_sampled", "sampled_rows", ((2, 6, 67), "float32")),
+        ("target_probs", "probs_rows", (7, 0.9)),
+        ("compact_kv", "compact_rows", (2, 2, 3, 4)),
+        ("gather_accepted", "gather_rows", ((2, 12, 10),)),
+    ],
+)
+def test_what_is_accepted_wrongly_is_not_timed(short, monkeypatch, operator, job, given):
+    operate = getattr(dd, operator)
+
+    def wrong(*args, **kwargs):
+        found = operate(*args, **kwargs)
+        if operator == "compact_kv":
+            args[0][-1].view(np.uint16)[0, 0, 0] ^= 1
+        else:
+            x = found.bonus_tokens if isinstance(found, dd.Accepted) else found
+            x[(-1,) * x.ndim] += 1
+        return found
+
+    gpu = Accepting()
+    monkeypatch.setattr(dd, operator, wrong)
+    rows = list(getattr(bench_accept, job)(gpu, *given))
+    assert [row["right"] for row in rows] == [False, True]
+    assert "microseconds" not in rows[0] and rows[0]["variant"] == operator and rows[1]["variant"] in bench_accept.PEERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", bench_accept.STAGES)
+def test_stages_that_do_nothing_are_seen(short, monkeypatch, case):
+    rows = bench_accept.step_rows(Accepting(), case)
+    assert next(rows)["right"]
+    stages = bench_accept.STAGES[case]
+    for name in set(stages) & set(dd.__all__):  # the step itself does not take them from there
+        monkeypatch.setattr(dd, name, lambda *args, **kwargs: None)
+    idle = SimpleNamespace(run=lambda *_: None, moves_of=lambda *_: None, launch=lambda *_, **__: None, LARGEST_INT32=0)
+    monkeypatch.setattr(bench_accept, "compact_kv", idle)
+    monkeypatch.setattr(bench_accept, "launch", idle)
+    assert [(row["variant"], row["right"]) for row in rows] == [(stage, False) for stage in stages]
+
+
+def test_a_graph_that_does_less_is_seen(short, monkeypatch):
+    gpu = Accepting()
+    monkeypatch.setattr(gpu, "capture", lambda call: lambda: None, raising=False)
+    assert next(bench_accept.step_rows(gpu, "greedy"))["right"] is False
+
+
+def test_a_job_that_fails_does_not_cost_the_others(short, monkeypatch):
+    monkeypatch.setattr(dd, "build_tree", lambda *args, **kwargs: 1 / 0)
+    (row,) = bench_accept.rows_of(Accepting(), bench_accept.greedy_rows, (2, 6))
+    assert row["right"] is False and "greedy_rows(2, 6): ZeroDivisionError" in row["note"] and row["variant"] == ""
+    assert row["variant"] not in bench_accept.PEERS and bench_accept.line(row).endswith("WRONG")
+    assert row.keys() <= set(bench_accept.FIELDS)
+
+
+@pytest.mark.skipif(not bench_trees.runtime.SIMULATOR, reason="there is a GPU")
+def test_measuring_accepting_says_that_it_needs_a_gpu(capsys, tmp_path):
+    assert bench_accept.main(["--out", str(tmp_path)]) == 2
+    assert "there is none" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+# The sentences, tables and figure of accepting, from made-up times
+
+
+@pytest.fixture
+def made_up_accept(tmp_path):
+    """accept.csv as bench_accept.py writes it, of made-up times."""
+    known = {"right": True, "gpu": "some GPU", "checked": "all", "repeats": 30}
+    rows = []
+
+    def add(operator, variants, **more):
+        for variant, time in variants.items():
+            times = {"microseconds": time, "dirty_microseconds": time + 12, "graph_us": time - 2, "host_us": 50}
+            rows.append({**known, "operator": operator, "variant": variant, "gb_per_s": 3000, **times, **more})
+
+    for shape, dtype in bench_accept.ARGMAX:
+        of = dict(zip("BQV", shape, strict=True), dtype=dtype)
+        add("argmax_tokens", {"argmax_tokens": 50, "torch_argmax": 100.04}, **of)
+    for batch, num_nodes in bench_accept.GREEDY:
+        add("accept_greedy", {"accept_greedy": 4, "cpu": 1234.5}, B=batch, Q=num_nodes, path="4.5")
+    for shape, dtype in bench_accept.SAMPLED:
+        of = dict(zip("BQV", shape, strict=True), dtype=dtype)
+        add("accept_sampled", {"accept_sampled": 60}, **of, path="4.1")
+        add("accept_sampled", {"torch_multinomial": 900}, **of)
+    for case in ("no filter", "top_k 50", "top_p 0.9", "top_k 50, top_p 0.9"):
+        of = {**dict(zip("BQV", bench_accept.PROBS_SHAPE, strict=True)), "dtype": "bfloat16", "case": case}
+        add("target_probs", {"target_probs": 300, "torch_eager": 5000}, **of)
+    for layers, batch, path, size in bench_accept.COMPACT:
+        of = {"layers": layers, "B": batch, "path": path, "page_size": size or "", "case": "some"}
+        add("compact_kv", {"compact_kv": 20, "torch_index": 700}, **of)
+    add("gather_accepted", {"gather_accepted": 5, "torch_index": 9}, B=8, Q=65, path=6, case="rows of 7168")
+    add("copy", {"torch_copy": 500}, case="1024 MiB")
+    for case, stages in bench_accept.STAGES.items():
+        of = {"case": case, "B": 8, "Q": 65, "V": 163840, "layers": 61, "path": "4.5"}
+        add("step", {"graph": 150.5 if case == "greedy" else 450}, **of)
+        add("stage", {stage: 10 + 20 * n for n, stage in enumerate(stages)}, **of)
+    tables.write_rows(tmp_path / "accept.csv", rows, bench_accept.FIELDS)
+    return tmp_path / "accept.csv"
+
+
+def test_sentences_and_tables_of_accepting(made_up_accept):
+    rows = tables.read_rows(made_up_accept)
+    assert kinds_of_rows(rows) == accept_kinds()
+    found = {}
+    for table, lines in (
+        (tables.argmax_table, len(bench_accept.ARGMAX)),
+        (tables.greedy_table, len(bench_accept.GREEDY)),
+        (tables.sampled_table, len(bench_accept.SAMPLED)),
+        (tables.probs_table, len(bench_accept.FILTERS)),
+        (tables.compact_table, len(bench_accept.COMPACT)),
+        (tables.stages_table, len(tables.STAGES) + 2),
+    ):
+        found[table] = table(rows).splitlines()
+        assert len(found[table]) == 2 + lines and len({line.count("|") for line in found[table]}) == 1
+    assert found[tables.argmax_table][2] == "| 8,65,163840 | bfloat16 | 50.0 | 62.0 | 48.0 | 3,000 | 100 |"
+    assert found[tables.greedy_table][3] == "| 1,65 | 4.5 | 4.0 | 16.0 | 2.0 | 1,234 |"
+    assert found[tables.sampled_table][2] == "| 8,65,163840 | float32 | 4.1 | 60.0 | 72.0 | 58.0 | 900 |"
+    assert found[tables.probs_table][2] == "| 8,65,163840 | bfloat16 | all | 300 | 312 | 298 | 3,000 | 5,000 |"
+    assert found[tables.compact_table][2] == "| 61,64 | 6 | pages of 64 | 20.0 | 32.0 | 18.0 | 3,000 | 700 |"
+    assert found[tables.compact_table][-1] == "| 1,8 | 6 | contiguous | 20.0 | 32.0 | 18.0 | 3,000 | 700 |"
+    stages = found[tables.stages_table]
+    assert stages[5] == "| `argmax_tokens` | 70.0 | 68.0 | – | – |"
+    assert stages[-2:] == ["| their sum | 490 | 476 | 490 | 476 |", "| the step as one graph | 150 | 148 | 450 | 448 |"]
+    assert "1024 MiB within the GPU's memory reaches 3,000 GB/s" in tables.copy_sentence(rows)
+    assert "takes 5.0 µs for 6 rows of 7168 bfloat16" in tables.gather_sentence(rows)
+    assert "takes 150 µs as one CUDA graph, and 450 µs where" in tables.step_sentence(rows)
+    assert {stage for some in bench_accept.STAGES.values() for stage in some} == tables.STAGES.keys()
+
+
+def test_the_figure_of_a_step(made_up_accept, tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot_accept
+
+    for folder in ("first", "second"):
+        plot_accept.main(["--csv", str(made_up_accept), "--out", str(tmp_path / folder)])
+    files = sorted((tmp_path / "first").iterdir())
+    assert [f.name for f in files] == [f"step_stages_{t}.{kind}" for t in ("dark", "light") for kind in ("png", "svg")]
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
+    for svg in (file for file in files if file.suffix == ".svg"):
+        assert shown(svg) == hashlib.sha256(made_up_accept.read_bytes()).hexdigest()
+        bars = set(re.findall(r'id="((?:greedy|sampled)-\w+)"', svg.read_text(encoding="utf-8")))
+        assert bars == {f"{case}-{stage}" for case, stages in bench_accept.STAGES.items() for stage in stages}
+
+
+def test_no_figure_of_a_step_without_measurements(tmp_path):
+    pytest.importorskip("matplotlib")
+    import plot_accept
+
+    plot_accept.main(["--csv", str(tmp_path / "none.csv"), "--out", str(tmp_path / "figures")])
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+@needs_accept_rows
+@each_theme
+def test_the_committed_figure_of_a_step_shows_the_committed_measurements(theme):
+    svg = ROOT / "docs" / "figures" / f"step_stages_{theme}.svg"
+    assert shown(svg) == hashlib.sha256(tables.ACCEPTS.read_bytes()).hexdigest(), "python profiling/plot_accept.py"
     assert svg.with_suffix(".png").stat().st_size > 10_000

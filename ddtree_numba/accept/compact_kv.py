@@ -27,6 +27,7 @@ layers of one layout differ by a constant each, which are on the device from the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -41,7 +42,7 @@ from ddtree_numba.device.launch import copy_in, copy_out, jit, launch, multiproc
 from ddtree_numba.device.runtime import require_backend
 
 THREADS = 8 if runtime.SIMULATOR else 256
-LAUNCH_BOUNDS = (THREADS, 6)
+LAUNCH_BOUNDS = (THREADS, 5)
 LANES = 2 if runtime.SIMULATOR else 32
 ROWS = THREADS // LANES  # that move at once
 UNROLL = 5  # words of a thread on their way: 1,280 bytes of a row
@@ -163,7 +164,7 @@ def kernel(block_table, cache_seqlens, nodes, num_accepted, offsets, row_words, 
                 put(target_row, w + 3 * LANES, end, word_3)
                 put(target_row, w + 4 * LANES, end, word_4)
                 start += UNROLL * LANES
-            layer += cuda.gridDim.y
+            layer += cuda.gridDim.y  # gpu: as above
         cuda.syncthreads()  # gpu: the list of moves may change
         first += ROWS
 
@@ -272,8 +273,8 @@ def lengths_argument(cache_seqlens: Any) -> View:
     return found
 
 
-def moves_of(kv_caches: Any, lengths: View, accepted: Accepted, block_table: Any) -> Moves:
-    """Check the arguments of `compact_kv`.
+def moves_of(kv_caches: Any, lengths: View, accepted: Accepted, block_table: Any, others: Sequence[View] = ()) -> Moves:
+    """Check the arguments of `compact_kv`, and that no cache shares memory with ``others``.
 
     Raises
     ------
@@ -303,13 +304,13 @@ def moves_of(kv_caches: Any, lengths: View, accepted: Accepted, block_table: Any
             raise ValueError(f"{cache} has rows of no elements")
         if cache.shape[:2] != caches[0].shape[:2]:
             raise ValueError(f"{cache} and {caches[0]} differ in their first two axes; all layers must have the same")
-        arrays.require_apart(cache, small)
+        arrays.require_apart(cache, [*small, *others])
         in_rows(cache)
-    taken = [x.extent() for x in small]
+    taken = [x.extent() for x in (*small, *others)]
     for cache in caches:
         low, high = cache.extent()
         if cache.read_only or any(low < end and start < high for start, end in taken):
-            arrays.require_apart(cache, small)
+            arrays.require_apart(cache, [*small, *others])
     if 0 not in caches[0].shape and len({cache.pointer for cache in caches}) < len(caches):
         raise ValueError("kv_caches has the same cache twice; its rows would move twice")
     capacity = min(table.shape[1] * caches[0].shape[1], LARGEST_INT32)

@@ -206,6 +206,8 @@ def _kind(x: Any) -> str:
 def _view_host(name: str, x: np.ndarray, owner: Any) -> View:
     if not x.dtype.isnative:
         raise TypeError(f"{name} has dtype {x.dtype}; it must be in native byte order")
+    if x.dtype.hasobject:
+        raise TypeError(f"{name} has dtype {x.dtype}, which no kernel takes")
     read_only = not x.flags.writeable
     return View(name, "numpy", HOST, x.ctypes.data, x.shape, x.strides, x.dtype, read_only, owner)
 

@@ -7,7 +7,7 @@
 ``element(word, e, like)``            element e of a word, of the dtype of ``like``, as float32 (uint16: bfloat16)
 ``max_nan(x, y)``                     the larger of two float32, or NaN if one is
 ``max_words(a, b, like)``             the same for each pair of elements of two words, as a word
-``f32_to_u64(x)``                     a float32 without its fraction; what has no such number gives any
+``f32_to_u64(x)``                     a float32 below 2**64 without its fraction; 0 if it is negative or NaN
 ``multiply_high(a, b)``               the upper 64 bits of the product of two uint64
 ``load_once(row, i)``                 element i of a row that is not read again, so that it displaces nothing in L2
 ====================================  ====================================================================
@@ -54,8 +54,7 @@ if runtime.SIMULATOR:
         return larger.view(a.dtype)[0]
 
     def f32_to_u64(x):
-        with np.errstate(invalid="ignore"):
-            return np.uint64(np.float32(x))
+        return np.uint64(np.float32(x) if 0 <= x < 2**64 else 0)
 
     def load_once(row, i):
         return row[i]
