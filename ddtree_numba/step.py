@@ -105,7 +105,7 @@ class DecodeStep:
     sampled : bool
         Whether tokens are sampled (`accept_sampled`) or the likeliest are taken (`accept_greedy`). Sampling takes 4 B Q
         V bytes for the probabilities.
-    stop_tokens : int, sequence of ints, or int32 or int64 [n] or [B, n], optional
+    stop_tokens : int, list, tuple or set of ints, or int32 or int64 [n] or [B, n], optional
         As in `accept_greedy`.
 
     Attributes

@@ -231,10 +231,11 @@ def mirror_child_with(tokens, first_child, next_sibling, node, t, n):
     before = node
     child = first_child[node]
     while child > before and child < n:  # each link leads to a later node, so that no contents keep it running
-        if tokens[child] == t:
+        token, sibling = tokens[child], next_sibling[child]  # both at once: on the GPU one wait a sibling, not two
+        if token == t:
             return child
         before = child
-        child = next_sibling[child]
+        child = sibling
     return -1 if child == -1 else -2
 
 

@@ -53,7 +53,7 @@ from ddtree_numba.device import arrays, runtime
 from ddtree_numba.device.launch import launch
 
 THREADS = 8 if runtime.SIMULATOR else 128
-MAX_STAGED = 24 if runtime.SIMULATOR else 4096  # nodes, and stop tokens; 96 KB of shared memory
+MAX_STAGED = 24 if runtime.SIMULATOR else 2048  # nodes, and stop tokens; 48 KB of shared memory
 
 
 def mirror(

@@ -5,7 +5,7 @@ It is the walk of greedy.py on other arrays. What differs from `accept_greedy`:
 ======================  ==============================================  =========================================
 SGLang                  here                                            the difference
 ======================  ==============================================  =========================================
-``candidates``          ``tree.tokens``                                 none
+``candidates``          ``tree.tokens``                                 int64 there
 ``retrive_next_token``  ``tree.first_child``                            int64, and spelled so
 ``retrive_next_sibling``  ``tree.next_sibling``                         likewise; siblings in any order
 ``retrive_index``       the index i itself                              where node i stands in the flat arrays
