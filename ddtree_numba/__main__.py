@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     checks.add_argument("--json", action="store_true", help="print JSON")
     checks.add_argument("--full", action="store_true", help="all blocks also in the simulator (hours)")
     checks.add_argument(
-        "--budget", type=_seconds, default=10.0, metavar="SECONDS", help="simulator: time for each file (default: 10)"
+        "--budget", type=_seconds, default=4.0, metavar="SECONDS", help="simulator: time for each file (default: 4)"
     )
     options = parser.parse_args(arguments)
     if options.command == "info":

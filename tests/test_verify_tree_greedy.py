@@ -114,6 +114,44 @@ def test_columns_bound_the_walk(columns):
     assert found["accept_token_num"].max() == min(columns - 1, longest)
 
 
+# What SGLang itself gives: sgl-kernel/tests/speculative/test_eagle_utils.py, and a chain
+
+SGLANG = {
+    "candidates": [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]],
+    "retrive_index": [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]],
+    "retrive_next_token": [[1, 2, -1, 4, 5, -1], [4, 2, 3, -1, 5, -1]],
+    "retrive_next_sibling": [[-1, 3, -1, -1, -1, -1], [-1, -1, -1, -1, 1, -1]],
+    "target_predict": [[3, 18, 18, 4, 5, 18], [11, 18, 18, 18, 12, 18]],
+}
+CHAIN = {
+    "candidates": [[10, 3, 4, 5]],
+    "retrive_index": [[0, 1, 2, 3]],
+    "retrive_next_token": [[1, 2, 3, -1]],
+    "retrive_next_sibling": [[-1, -1, -1, -1]],
+    "target_predict": [[3, 4, 9, 9]],
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "predicts", "index", "count"),
+    [
+        (SGLANG, [3, -1, -1, 4, 5, 18, 11, -1, -1, -1, 12, 18], [[0, 3, 4, 5], [6, 10, 11, -1]], [3, 2]),
+        (CHAIN, [3, 4, 9, -1], [[0, 1, 2, -1]], [2]),
+    ],
+)
+def test_known_answers(given, predicts, index, count):
+    arrays = {name: np.array(x, np.int64) for name, x in given.items()}
+    check_both(arrays, 4)
+    batch, num_nodes = arrays["candidates"].shape
+    found = {
+        "predicts": np.full(batch * num_nodes, -1, np.int32),
+        "accept_index": np.full((batch, 4), -1, np.int32),
+        "accept_token_num": np.zeros(batch, np.int32),
+    }
+    dd.verify_tree_greedy(**found, **arrays)
+    assert [x.tolist() for x in found.values()] == [predicts, index, count]
+
+
 # By hand: 0 -> 2 -> 1, and 3 beside 2
 
 HAND = {

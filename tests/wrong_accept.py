@@ -27,9 +27,9 @@ PARTS: dict[ModuleType, tuple[str, str]] = {
 
 # The walk's step. Both walks take it; here the greedy one is caught.
 OF_STEP: dict[str, Change] = {
-    "token_0_is_padding": ("if tokens[child] == t:", "if tokens[child] == t and t != 0:"),
-    "the_first_child_from_the_token_on": ("if tokens[child] == t:", "if tokens[child] >= t:"),
-    "first_child_alone": ("        child = next_sibling[child]\n", "        child = -1\n"),
+    "token_0_is_padding": ("if token == t:", "if token == t and t != 0:"),
+    "the_first_child_from_the_token_on": ("if token == t:", "if token >= t:"),
+    "first_child_alone": ("        child = sibling\n", "        child = -1\n"),
     "a_broken_link_is_an_end": ("return -1 if child == -1 else -2", "return -1"),
     "an_end_is_a_broken_link": ("return -1 if child == -1 else -2", "return -2"),
     "nodes_behind_the_last_are_children": ("child < n:", "child < tokens.shape[0]:"),
