@@ -102,9 +102,9 @@ import resources
 from numba import cuda
 
 *_, kernel = resources.accept_kernels()
-library = resources.library_of(kernel.dispatcher, kernel.signature, kernel.bounds)
+compiled = resources.library_of(kernel.dispatcher, kernel.signature, kernel.bounds)
 for cc in resources.ARCHITECTURES:
-    found = resources.ptx_of(library, cc)
+    found = resources.ptx_of(compiled, cc)
     expected, _ = cuda.compile_ptx(
         kernel.dispatcher.py_func, kernel.signature, device=False, cc=cc, launch_bounds=kernel.bounds
     )
