@@ -51,6 +51,7 @@ from ddtree_numba.tree.topk_threshold import (
     THREADS,
     UNROLL,
     block_max,
+    block_sum,
     float_of,
     mirror_ordered,
     ordered,
@@ -332,23 +333,6 @@ def among_items(items, masses, place, found, k, vocabulary, top_p, total, m, rat
 
 
 @cuda.jit(device=True, inline="always")
-def total_of(sums, amount):
-    """Sum of the threads' amounts, for each of them."""
-    t = cuda.threadIdx.x
-    sums[t] = amount
-    cuda.syncthreads()
-    width = cuda.blockDim.x // 2  # not THREADS, for which the compiler would write the steps out
-    while width > 0:
-        if t < width:
-            sums[t] += sums[t + width]
-        cuda.syncthreads()
-        width //= 2
-    result = sums[0]
-    cuda.syncthreads()
-    return result
-
-
-@cuda.jit(device=True, inline="always")
 def amount_from(row, like, key, by_mass, m, rate, sums):
     """Of the row's logits whose key is at least ``key``, the mass, or else the number."""
     per = per_word(row, like)
@@ -363,40 +347,37 @@ def amount_from(row, like, key, by_mass, m, rate, sums):
                 amount += weight(x, m, rate) if by_mass else SINGLE
             e += 1
         w += THREADS
-    return total_of(sums, amount)
+    return block_sum(sums, amount)
+
+
+@cuda.jit(device=True, inline="always")
+def least_key(row, like, target, by_mass, known, m, rate, lowest, sums):
+    """The largest key from which there is ``target``, bit by bit; trials that the bounds decide take no pass."""
+    key = np.uint32(0)
+    largest = ordered(m)
+    bit = 31
+    while bit >= lowest:
+        trial = key | (np.uint32(1) << np.uint32(bit))
+        if trial <= known:
+            key = trial
+        elif trial <= largest:
+            if amount_from(row, like, trial, by_mass, m, rate, sums) >= target:
+                key = trial
+        bit -= 1
+    return key
 
 
 @cuda.jit(device=True, inline="always")
 def in_row(row, like, k, vocabulary, top_p, total, known, m, rate, lowest, sums):
-    """As `among_items`, over the whole row; ``known`` is a key that top_k keeps.
-
-    For top_k, then for top_p, the largest key from which there is enough, bit by bit from the highest; trials that the
-    bounds decide take no pass. One pass more finds the mass that is kept. All passes are one piece of code, because
-    each further copy would cost seconds of compilation.
-    """
+    """As `among_items`, over the whole row; ``known`` is a key that top_k keeps."""
     border = np.uint32(0)
     kept = total
-    largest = ordered(m)
-    rounds = 0
-    while rounds < 2 * cuda.blockDim.y:  # 2, which the compiler must not know
-        if (rounds == 0 and k < vocabulary) or (rounds == 1 and top_p < ONE):
-            target = needed(top_p, kept) if rounds == 1 else np.uint64(k)
-            floor = border if rounds == 1 else known
-            key = np.uint32(0)
-            bit = 31
-            while bit >= lowest - 1:
-                trial = key | (np.uint32(1) << np.uint32(bit)) if bit >= lowest else key
-                if bit >= lowest and trial <= floor:
-                    key = trial
-                elif bit < lowest or trial <= largest:
-                    amount = amount_from(row, like, trial, rounds == 1 or bit < lowest, m, rate, sums)
-                    if bit < lowest:
-                        kept = amount
-                    elif amount >= target:
-                        key = trial
-                bit -= 1
-            border = key
-        rounds += 1
+    if k < vocabulary:
+        border = least_key(row, like, np.uint64(k), False, known, m, rate, lowest, sums)
+        kept = amount_from(row, like, border, True, m, rate, sums)
+    if top_p < ONE:
+        border = least_key(row, like, needed(top_p, kept), True, border, m, rate, lowest, sums)
+        kept = amount_from(row, like, border, True, m, rate, sums)
     return border, kept
 
 
@@ -488,7 +469,7 @@ def kernel(words, logits, temperatures, top_ks, top_ps, lowest, probs):
     while w < num_words:
         mass = visit(row[w], logits, per, m, rate, limit, weigh, mass, items, place)
         w += THREADS
-    total = total_of(masses, mass)
+    total = block_sum(masses, mass)
     found = place[0]
     cuda.syncthreads()  # gpu: all have read how many
 
