@@ -255,17 +255,17 @@ def tree_of(lay: Any) -> draft_tree.DraftTree:
     return draft_tree.DraftTree(**found, max_depth=3)
 
 
-def library_of(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int]) -> Any:
+def front_end_of(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int]) -> Any:
     """A kernel as Numba gives it to NVVM, which is the same for all architectures here and takes most of the time."""
-    library, _ = compiler._compile_pyfunc_with_fixup(
+    code, _ = compiler._compile_pyfunc_with_fixup(
         kernel.py_func, signature, device=False, cc=ARCHITECTURES[0], abi="numba", launch_bounds=bounds
     )
-    return library
+    return code
 
 
-def ptx_of(library: Any, cc: tuple[int, int]) -> str:
+def ptx_of(code: Any, cc: tuple[int, int]) -> str:
     """The PTX for one architecture: what cuda.compile_ptx returns."""
-    (ptx,) = library.get_asm_strs(cc=cc)
+    (ptx,) = code.get_asm_strs(cc=cc)
     return ptx
 
 
@@ -288,8 +288,8 @@ def resources_of(ptx: str, cc: tuple[int, int]) -> dict:
 
 def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], *ccs: tuple[int, int]) -> list:
     """The resources of a kernel on each of these architectures."""
-    library = library_of(kernel, signature, bounds)
-    return [resources_of(ptx_of(library, cc), cc) for cc in ccs]
+    code = front_end_of(kernel, signature, bounds)
+    return [resources_of(ptx_of(code, cc), cc) for cc in ccs]
 
 
 PATTERNS = {

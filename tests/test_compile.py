@@ -94,7 +94,7 @@ print(json.dumps([crowded, doubled]))
     assert doubled["float64"] > 0
 
 
-def test_one_library_makes_the_ptx_of_each_architecture():
+def test_one_front_end_makes_the_ptx_of_each_architecture():
     """Names hold a number that differs between compilations; all else is what cuda.compile_ptx returns."""
     code = r"""
 import re
@@ -102,7 +102,7 @@ import resources
 from numba import cuda
 
 *_, kernel = resources.accept_kernels()
-compiled = resources.library_of(kernel.dispatcher, kernel.signature, kernel.bounds)
+compiled = resources.front_end_of(kernel.dispatcher, kernel.signature, kernel.bounds)
 for cc in resources.ARCHITECTURES:
     found = resources.ptx_of(compiled, cc)
     expected, _ = cuda.compile_ptx(

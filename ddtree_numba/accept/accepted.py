@@ -14,12 +14,12 @@ from numba import cuda
 
 from ddtree_numba.device import arrays
 from ddtree_numba.device.arrays import View
+from ddtree_numba.tree.build_tree import LARGEST_TOKEN
 from ddtree_numba.tree.draft_tree import DraftTree
 from ddtree_numba.tree.draft_tree import views as tree_views
 
 INT32: np.dtype[Any] = np.dtype(np.int32)
 INT64: np.dtype[Any] = np.dtype(np.int64)
-LARGEST_TOKEN = 2**31 - 1
 NO_TOKEN = -1
 
 BAD_TARGET = 1

@@ -288,7 +288,7 @@ def moves_of(kv_caches: Any, lengths: View, accepted: Accepted, block_table: Any
     batch = lengths.shape[0]
     nodes, counts = path_arguments(accepted, batch)
     if block_table is None:
-        table = arrays.constant(lengths.device, _one_page_each, batch)
+        table = arrays.constant(lengths.device, arrays.one_page_each, batch)
     else:
         table = arrays.view("block_table", block_table)
         arrays.require_dtype(table, INT32)
@@ -398,10 +398,6 @@ def move(caches: list[View], lengths: View, nodes: View, counts: View, table: Vi
         batch = lengths.shape[0]
         blocks = min(len(layers), -(-BLOCKS * multiprocessors(lengths.device) // batch))
         launch(kernel, (batch, blocks, 1), THREADS, args, results=1, shared_bytes=0)
-
-
-def _one_page_each(batch: int) -> np.ndarray:
-    return np.arange(batch, dtype=np.int32)[:, None]
 
 
 def _offsets(*numbers: int) -> np.ndarray:

@@ -39,7 +39,6 @@ from ddtree_numba.accept import accepted
 from ddtree_numba.accept.accepted import (
     INT32,
     INT64,
-    LARGEST_TOKEN,
     NO_TOKEN,
     Accepted,
     child_with,
@@ -51,6 +50,7 @@ from ddtree_numba.accept.accepted import (
 )
 from ddtree_numba.device import arrays, runtime
 from ddtree_numba.device.launch import launch
+from ddtree_numba.tree.build_tree import LARGEST_TOKEN
 
 THREADS = 8 if runtime.SIMULATOR else 128
 MAX_STAGED = 24 if runtime.SIMULATOR else 2048  # nodes, and stop tokens; 48 KB of shared memory

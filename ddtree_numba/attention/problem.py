@@ -204,7 +204,7 @@ def _cache(kv_cache: Any, block_table: Any, batch: int, head_dim: int) -> tuple[
         cache = cache.without_axis(2)
     if block_table is None:
         arrays.require_shape(cache, "[B, S, D]", batch, None, head_dim)
-        table = arrays.constant(cache.device, _one_page_each, batch)
+        table = arrays.constant(cache.device, arrays.one_page_each, batch)
     else:
         arrays.require_shape(cache, "[num_pages, page_size, D]", None, None, head_dim)
         table = arrays.view("block_table", block_table)
@@ -216,10 +216,6 @@ def _cache(kv_cache: Any, block_table: Any, batch: int, head_dim: int) -> tuple[
     if capacity >= 2**31:
         raise ValueError(f"kv_cache allows {capacity} tokens a request; it must be less than 2**31")
     return cache, table, capacity
-
-
-def _one_page_each(batch: int) -> np.ndarray:
-    return np.arange(batch, dtype=np.int32)[:, None]
 
 
 def _mask(tree_mask: Any, q: View) -> tuple[View, int]:

@@ -352,6 +352,11 @@ def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
     return np.empty(shape, dtype)
 
 
+def one_page_each(batch: int) -> np.ndarray:
+    """The block table of a contiguous cache, which is a paged one with a page for each request; for `constant`."""
+    return np.arange(batch, dtype=np.int32)[:, None]
+
+
 _constants: dict[tuple[Any, ...], View] = {}
 _constants_lock = threading.Lock()
 
