@@ -39,10 +39,10 @@ REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "refs"
 # beside them.
 SIMULATED_RATE = 400_000.0
 SIMULATED_KEY = 0.0002
-SIMULATED_START = 0.04
+SIMULATED_START = 0.006
 # In flash: pairs of a row tile and a key tile; the seconds that one takes, and those that each of D columns adds.
-SIMULATED_PAIR = 0.04
-SIMULATED_COLUMN = 0.0002
+SIMULATED_PAIR = 0.03
+SIMULATED_COLUMN = 0.0004
 # In merge_states: elements of the output a second, and the seconds that a row takes beside them.
 SIMULATED_ELEMENTS = 20_000.0
 SIMULATED_STATE = 0.002

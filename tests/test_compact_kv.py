@@ -851,6 +851,6 @@ def test_a_gather_with_a_mistake_fails(mistake):
 def test_a_missing_barrier_shows_and_a_late_thread_alone_does_not(race):
     layers = Layers("two_words", lambda n, m: [((n, m, 2), "int64")])
     problem = problem_of(layers, None, [[0, *range(2, 2 * ROWS + 1)]], (2,))
-    check_moved(problem, build_race(race, with_barrier=True, limit_s=0.3))
+    check_moved(problem, build_race(race, with_barrier=True))
     with pytest.raises((AssertionError, IndexError)):
-        check_moved(problem, build_race(race, with_barrier=False, limit_s=20))
+        check_moved(problem, build_race(race, with_barrier=False))

@@ -1080,10 +1080,10 @@ def test_a_kernel_with_a_mistake_fails(mistake):
 @only_simulated
 @pytest.mark.parametrize("race", RACES)
 def test_a_missing_barrier_shows_and_a_late_thread_alone_does_not(race):
-    inputs = make_inputs(Case("race", (CHUNK + 16,), Q=1, R=16))
-    late = build_race(race, with_barrier=True, limit_s=0.3)
+    inputs = make_inputs(Case("race", (three_phase.KEYS_PER_PASS + 16,), Q=1, R=16))
+    late = build_race(race, with_barrier=True)
     check_results(run_changed(late, inputs), inputs)
-    racing = build_race(race, with_barrier=False, limit_s=30.0)
+    racing = build_race(race, with_barrier=False)
     results = run_changed(racing, inputs)
     with pytest.raises(AssertionError, match="FAIL"):
         check_results(results, inputs)

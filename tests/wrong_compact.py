@@ -6,7 +6,6 @@ Text is replaced behind the mirror, and the module run anew from its source. Tex
 from __future__ import annotations
 
 import inspect
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -72,19 +71,17 @@ GATHER_MISTAKES: dict[str, tuple[Change, ...]] = {
     "first_words_alone": (("    while w < x.shape[2]:\n", "    while w < min(x.shape[2], THREADS):\n"),),
 }  # fmt: skip
 
-# A thread holds until another has done the harm that it can do without the barrier; with it, the hold ends by its time
-# limit. Changes are made in order: hold, release, then the barrier's removal. Rows are of two words, one a lane.
-RACES: dict[str, tuple[Change, Change, Change]] = {
+# A thread holds until the block's others have gone on to their next barrier. Changes are made in order: hold, then the
+# barrier's removal. Rows are of two words, one a lane.
+RACES: dict[str, tuple[Change, Change]] = {
     # Row 2 is read for row 1 late: by then row 3 has been written to it.
     "words_read": (
-        ("word_0 = word_at(", "word_0 = hold(lane == 0 and first + k == 1) or word_at("),
-        ("start += UNROLL * LANES", "start += UNROLL * LANES + release(lane == 0 and first + k == 2)"),
+        ("word_0 = word_at(", "word_0 = hold_if(lane == 0 and first + k == 1) or word_at("),
         ("cuda.syncthreads()  # gpu: all have read\n", "pass\n"),
     ),
     # The first lane tells the second move of the second tile late: the other lane has gone on without.
     "moves_known": (
-        ("node = nodes[b, first + k]", "node = hold(first + k == ROWS + 1) or nodes[b, first + k]"),
-        ("word_0 = word_at(", "word_0 = release(lane == 1 and first + k == ROWS + 1) or word_at("),
+        ("node = nodes[b, first + k]", "node = hold_if(first + k == ROWS + 1) or nodes[b, first + k]"),
         ("cuda.syncthreads()  # gpu: all moves are known\n", "pass\n"),
     ),
 }
@@ -104,19 +101,9 @@ def build(*changes: Change, **names: Any) -> ModuleType:
     return module
 
 
-def build_race(name: str, *, with_barrier: bool, limit_s: float) -> ModuleType:
-    """The kernel with a late thread, with or without the barrier; ``limit_s`` ends its hold."""
-    hold, release, removal = RACES[name]
-    gate = threading.Event()
+def build_race(name: str, *, with_barrier: bool) -> ModuleType:
+    """The kernel with a late thread, with or without the barrier that protects it."""
+    from ddtree_numba.device.simulator import let_others_go_first
 
-    def hold_if(now: bool) -> None:
-        if now:
-            gate.wait(limit_s)
-
-    def release_if(now: bool) -> int:
-        if now:
-            gate.set()
-        return 0
-
-    names = {"hold": hold_if, "release": release_if}
-    return build(hold, release, *([] if with_barrier else [removal]), **names)
+    hold, removal = RACES[name]
+    return build(hold, *([] if with_barrier else [removal]), hold_if=lambda now: let_others_go_first() if now else None)

@@ -7,7 +7,6 @@ that is no longer there raises, so that a mistake cannot quietly stop being one.
 from __future__ import annotations
 
 import inspect
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -50,19 +49,14 @@ MISTAKES: dict[str, Change] = {
 }
 
 # A race shows only when threads run in an unlucky order. So one thread holds at a place where a barrier should protect
-# it, until another has done the harm that it can do without the barrier; with it, the hold ends by its time limit.
-# Changes are made in order: hold, release, then the barrier's removal.
-RACES: dict[str, tuple[Change, Change, Change]] = {
+# it, until the block's others have gone on to their next barrier. Changes are made in order: hold, then the barrier's
+# removal.
+RACES: dict[str, tuple[Change, Change]] = {
     # Lane 5 of the rotary part is written late: whoever reads it without waiting has a wrong score.
     "query_row": (
         (
             "    for c in range(t, head_dim - kv_lora_rank, THREADS):\n",
             "    if t == 5:\n        hold()\n    for c in range(t, head_dim - kv_lora_rank, THREADS):\n",
-        ),
-        (
-            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
-            "            partial[(key - first) * PITCH + lane] = s + s_odd\n"
-            "            if lane == (kv_lora_rank + 5) % LANES:\n                release()\n",
         ),
         ("    cuda.syncthreads()  # gpu: phase 1 reads the whole row\n", ""),
     ),
@@ -73,10 +67,6 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
             "            if lane == 5 and key == 0:\n                hold()\n"
             "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
         ),
-        (
-            "            scores[key] = (s + s_odd) * sm_scale\n",
-            "            scores[key] = (s + s_odd) * sm_scale\n            if key == 0:\n                release()\n",
-        ),
         ("        cuda.syncthreads()  # gpu: the partial sums of this pass are complete\n", ""),
     ),
     # Thread 5 adds up key 5 late: who starts the next pass without waiting overwrites the parts.
@@ -86,17 +76,11 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
             "        for key in range(first + t, stop, THREADS):\n            s = ZERO\n"
             "            if key == 5:\n                hold()\n",
         ),
-        (
-            "            partial[(key - first) * PITCH + lane] = s + s_odd\n",
-            "            partial[(key - first) * PITCH + lane] = s + s_odd\n"
-            "            if lane == 0 and key == KEYS_PER_PASS + 5:\n                release()\n",
-        ),
         ("        cuda.syncthreads()  # gpu: the next pass overwrites partial\n", ""),
     ),
     # Thread 5 divides the weight of key 5 late: who adds up rows without waiting takes it undivided.
     "weights": (
         ("        scores[key] /= l_i\n", "        if key == 5:\n            hold()\n        scores[key] /= l_i\n"),
-        ("        acc += mid + chunk\n", "        acc += mid + chunk\n        release()\n"),
         ("    cuda.syncthreads()  # gpu: phase 3 reads all weights\n", ""),
     ),
     # Thread 5 fetches the maximum late: who goes on to the sum without waiting overwrites it.
@@ -106,11 +90,6 @@ RACES: dict[str, tuple[Change, Change, Change]] = {
             "        width //= 2\n    result = partial[0]\n",
             "            partial[t] = max(partial[t], partial[t + width])\n        cuda.syncthreads()\n"
             "        width //= 2\n    if t == 5:\n        hold()\n    result = partial[0]  # held\n",
-        ),
-        (
-            'in a fixed order, for each of them."""\n    t = cuda.threadIdx.x\n    partial[t] = value\n',
-            'in a fixed order, for each of them."""\n    t = cuda.threadIdx.x\n    partial[t] = value\n'
-            "    if t == 0:\n        release()\n",
         ),
         ("    result = partial[0]  # held\n    cuda.syncthreads()\n", "    result = partial[0]\n"),
     ),
@@ -131,19 +110,9 @@ def build(*changes: Change, **names: Any) -> ModuleType:
     return module
 
 
-def build_race(name: str, *, with_barrier: bool, limit_s: float) -> ModuleType:
-    """A kernel in which one thread is late, with or without the barrier that protects it.
+def build_race(name: str, *, with_barrier: bool) -> ModuleType:
+    """A kernel of `RACES` in which one thread is late, with or without the barrier that protects it."""
+    from ddtree_numba.device.simulator import let_others_go_first
 
-    Parameters
-    ----------
-    name : str
-        One of `RACES`.
-    with_barrier : bool
-        The kernel as it should be, apart from the late thread.
-    limit_s : float
-        How late the thread is with the barrier, in seconds. Without it, it is as late as the harm needs.
-    """
-    hold, release, removal = RACES[name]
-    gate = threading.Event()
-    names = {"hold": lambda: gate.wait(limit_s), "release": gate.set}
-    return build(hold, release, *([] if with_barrier else [removal]), **names)
+    hold, removal = RACES[name]
+    return build(hold, *([] if with_barrier else [removal]), hold=let_others_go_first)

@@ -6,7 +6,6 @@ Text is replaced behind the mirror, and the module run anew from its source. Tex
 from __future__ import annotations
 
 import inspect
-import threading
 from types import ModuleType
 from typing import Any
 
@@ -76,14 +75,13 @@ CONVERTER_MISTAKES: dict[str, Change] = {
     "last_element_left_out": ("if n < np.uint32(out.size):", "if n + 1 < np.uint32(out.size):"),
 }
 
-# The second of a row's threads reads the lse late. Without the barrier the first has overwritten it by then; with the
-# barrier the hold ends by its time limit. Changes are made in order: hold, release, then the barrier's removal.
-RACE: tuple[Change, Change, Change] = (
+# The second of a row's threads reads the lse late. Without the barrier the first has overwritten it by then. Changes in
+# order: hold, then the barrier's removal.
+RACE: tuple[Change, Change] = (
     (
         "        l_a, l_b = lse_a[x, y, z], lse_b[x, y, z]\n",
         "        if lane == 1:\n            hold()\n        l_a, l_b = lse_a[x, y, z], lse_b[x, y, z]\n",
     ),
-    ("        lse[x, y, z] = merged\n", "        lse[x, y, z] = merged\n        release()\n"),
     ("    cuda.syncthreads()  # gpu: the row's other threads have read what it may overwrite\n", ""),
 )
 
@@ -101,9 +99,9 @@ def build(*changes: Change, **names: Any) -> ModuleType:
     return module
 
 
-def build_race(*, with_barrier: bool, limit_s: float) -> ModuleType:
-    """The kernel with a late thread, with or without the barrier; ``limit_s`` ends its hold."""
-    hold, release, removal = RACE
-    gate = threading.Event()
-    names = {"hold": lambda: gate.wait(limit_s), "release": gate.set}
-    return build(hold, release, *([] if with_barrier else [removal]), **names)
+def build_race(*, with_barrier: bool) -> ModuleType:
+    """The kernel with a late thread, with or without the barrier that protects it."""
+    from ddtree_numba.device.simulator import let_others_go_first
+
+    hold, removal = RACE
+    return build(hold, *([] if with_barrier else [removal]), hold=let_others_go_first)

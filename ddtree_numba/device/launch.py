@@ -1,6 +1,7 @@
-"""Launching kernels: the caller's stream, shared memory above 48 KB, and the simulator's pace.
+"""Launching kernels: the caller's stream, shared memory above 48 KB, or the simulator.
 
-Numba's internals are used here and, for the simulator's arrays, in arrays.py: another version means changes there.
+Numba's internals are used here and, for the simulator, in arrays.py and simulator.py: another version means changes
+there.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import ctypes
 import functools
 import math
 import sys
-import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import HOST, View, kernel_dtype, view
 
 if runtime.SIMULATOR:
+    from ddtree_numba.device import simulator
     from ddtree_numba.device.arrays import SimulatedArray
 
 # The simulator has no limit of its own; it takes that of compute capability 9.0, so that both refuse alike. So do the
@@ -27,29 +28,6 @@ if runtime.SIMULATOR:
 SIMULATED_SHARED_BYTES = 227 * 1024
 SIMULATED_MULTIPROCESSORS = 3
 SIMULATED_NAME = "the simulator (as compute capability 9.0)"
-
-_simulator_lock = threading.Lock()
-
-if runtime.SIMULATOR:
-    from numba.cuda.np import numpy_support
-    from numba.cuda.simulator import kernelapi
-
-    _plain_array = kernelapi.FakeCUDAShared.array
-    _array_lock = threading.Lock()
-
-    def _array(self: Any, shape: Any, dtype: Any, alignment: Any = None) -> np.ndarray:
-        """Numba's own, but for a race: two threads that came first at once got an array each."""
-        if shape == 0:
-            return _plain_array(self, shape, dtype, alignment)
-        caller = sys._getframe(1)
-        key = (caller.f_code.co_filename, caller.f_lineno)
-        with _array_lock:
-            if key not in self._allocations:
-                as_numpy = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else dtype
-                self._allocations[key] = np.empty(shape, as_numpy)
-            return self._allocations[key]
-
-    kernelapi.FakeCUDAShared.array = _array
 
 
 def device_name(device: int) -> str:
@@ -214,12 +192,5 @@ def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, st
 def _simulate(
     kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int
 ) -> None:
-    """One Python thread per CUDA thread: a short switch interval lets each reach the next barrier 3-10 times sooner."""
-    simulated = [SimulatedArray(a.as_numpy()) if isinstance(a, View) else a for a in args]
-    with _simulator_lock:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(5e-5)
-        try:
-            kernel[blocks, threads, 0, shared_bytes](*simulated)
-        finally:
-            sys.setswitchinterval(interval)
+    simulated = tuple(SimulatedArray(a.as_numpy()) if isinstance(a, View) else a for a in args)
+    simulator.run(kernel, blocks, threads, shared_bytes, simulated)

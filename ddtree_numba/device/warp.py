@@ -21,24 +21,18 @@ Source: PTX ISA, redux.sync (sm_80 and later), shfl.sync and bar.warp.sync.
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 from numba import cuda
 
 from ddtree_numba.device import runtime
 
 if runtime.SIMULATOR:
+    from ddtree_numba.device.simulator import current_thread
 
     def of_all_lanes(x):
         """This thread's index, and what all threads of the block bring, by theirs."""
-        thread = threading.current_thread()
-        values = thread._manager.__dict__.setdefault("warp_values", {})
-        values[thread.thread_id] = x
-        thread.syncthreads()
-        found = [values[t] for t in sorted(values)]
-        thread.syncthreads()
-        return thread.thread_id, found
+        thread = current_thread()
+        return thread.thread_id, thread.of_all(x)
 
     def warp_max(x):
         return max(of_all_lanes(np.uint32(x))[1])
@@ -55,13 +49,13 @@ if runtime.SIMULATOR:
         return values[lane ^ mask]
 
     def fresh_thread():
-        return np.uint32(threading.current_thread().thread_id)
+        return np.uint32(current_thread().thread_id)
 
     def choose(p, a, b):
         return a if p else b
 
     def warp_sync():
-        threading.current_thread().syncthreads()
+        current_thread().syncthreads()
 
 else:
     from llvmlite import ir

@@ -1,0 +1,144 @@
+"""Numba's simulator with a greenlet for each CUDA thread, where Numba has a Python thread.
+
+One thread of a block runs at a time, from one barrier to the next; then comes the next thread. Numba's threads take
+turns by Python's lock and are asked again and again whether they wait: 5 to 10 times slower, and never the same twice.
+A missing barrier shows more often here too, since each thread is as far ahead of the next as barriers allow.
+
+A thread that waits for another without a barrier waits for ever; no kernel of this package does. Kernels that are not
+started by this package run as Numba runs them.
+
+Source: numba_cuda/numba/cuda/simulator/kernel.py and kernelapi.py, whose BlockManager and whose notion of the current
+thread are replaced while a kernel runs. Another version of Numba means changes here.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import greenlet
+import numpy as np
+from numba.cuda import types
+from numba.cuda.np import numpy_support
+from numba.cuda.simulator import kernel as numba_kernel
+from numba.cuda.simulator import kernelapi
+
+_lock = threading.Lock()  # Numba simulates one kernel at a time
+_plain_array = kernelapi.FakeCUDAShared.array
+_LATER = object()
+
+
+class Thread(greenlet.greenlet):
+    """A CUDA thread; what Numba's stand-in for the module cuda, and our twins of intrinsics, ask of it."""
+
+    def __init__(self, body: Callable[[], None], block: Block, block_index: Any, index: Any, number: int) -> None:
+        super().__init__(body)
+        self.starter = greenlet.getcurrent()
+        self.block, self.blockIdx, self.threadIdx, self.thread_id = block, block_index, index, number
+
+    def syncthreads(self) -> None:
+        self.starter.switch()
+
+    def of_all(self, x: Any) -> list[Any]:
+        """What all threads of the block bring, in their order."""
+        values = self.block.values
+        values[self.thread_id] = x
+        self.syncthreads()
+        found = [values[n] for n in sorted(values)]
+        self.syncthreads()
+        return found
+
+    def syncthreads_count(self, predicate: Any) -> int:
+        return sum(map(bool, self.of_all(predicate)))
+
+    def syncthreads_and(self, predicate: Any) -> int:
+        return int(all(self.of_all(predicate)))
+
+    def syncthreads_or(self, predicate: Any) -> int:
+        return int(any(self.of_all(predicate)))
+
+
+class Block:
+    """Runs a block; in the place of Numba's BlockManager."""
+
+    def __init__(self, f: Callable[..., None], grid_dim: Any, block_dim: tuple[int, int, int], debug: bool) -> None:
+        self.f, self.block_dim = f, block_dim
+        self.values: dict[int, Any] = {}
+
+    def run(self, block_index: tuple[int, int, int], *args: Any) -> None:
+        x, y, z = self.block_dim
+        indices = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
+        threads = [
+            Thread(self._body(block_index, index, args), self, kernelapi.Dim3(*block_index), kernelapi.Dim3(*index), n)
+            for n, index in enumerate(indices)
+        ]
+        try:
+            while threads:
+                turns = deque(threads)
+                while turns:
+                    thread = turns.popleft()
+                    if thread.switch() is _LATER:
+                        turns.append(thread)
+                threads = [thread for thread in threads if not thread.dead]
+        finally:
+            for thread in threads:  # only after an error: the others leave what they have entered
+                thread.throw()
+
+    def _body(self, block_index: Any, index: Any, args: tuple[Any, ...]) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                self.f(*args)
+            except Exception as error:
+                where = f"thread {index} of block {block_index}"
+                raise type(error)(f"{where}: {error}").with_traceback(error.__traceback__) from None
+
+        return body
+
+
+def current_thread() -> Thread:
+    """The CUDA thread that asks."""
+    thread = greenlet.getcurrent()
+    assert isinstance(thread, Thread)
+    return thread
+
+
+def let_others_go_first() -> None:
+    """Let the block's other threads run to their next barrier, or end, before this one: what a test calls a race."""
+    current_thread().starter.switch(_LATER)
+
+
+def run(kernel: Any, blocks: tuple[int, int, int], threads: int, shared_bytes: int, args: tuple[Any, ...]) -> None:
+    """Run a kernel under ``@cuda.jit`` to its end; Python threads that call at once wait for each other."""
+    with _lock, _greenlets():
+        kernel[blocks, threads, 0, shared_bytes](*args)
+
+
+@contextmanager
+def _greenlets() -> Iterator[None]:
+    asked = SimpleNamespace(current_thread=greenlet.getcurrent)
+    with (
+        mock.patch.object(numba_kernel, "BlockManager", Block),
+        mock.patch.object(kernelapi, "threading", asked),
+        mock.patch.object(kernelapi.FakeCUDAShared, "array", _array),
+    ):
+        yield
+
+
+def _array(self: Any, shape: Any, dtype: Any, alignment: Any = None) -> np.ndarray:
+    """cuda.shared.array; Numba's own reads the whole stack to learn the line that it is called from."""
+    if shape == 0:
+        plain: np.ndarray = _plain_array(self, shape, dtype, alignment)
+        return plain
+    caller = sys._getframe(1)
+    key = (caller.f_code.co_filename, caller.f_lineno)
+    if key not in self._allocations:
+        as_numpy = numpy_support.as_dtype(dtype) if isinstance(dtype, types.Type) else dtype
+        self._allocations[key] = np.empty(shape, as_numpy)
+    found: np.ndarray = self._allocations[key]
+    return found
