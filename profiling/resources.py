@@ -1,9 +1,9 @@
 """Registers, shared memory and spills of every kernel on every architecture, compiled offline: no GPU, no driver.
 
-Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills registers, uses local memory, or holds a
-double-precision instruction that does not belong there: attention and top-k are float32 throughout, and a stray Python
-literal would be float64; the scores of the tree builders are float64 by contract, and accept_sampled takes uniforms of
-64 bits. Needs the toolkit wheels of the extra ``compile``.
+Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills registers, uses local memory, takes more
+registers than `MAX_REGISTERS`, or holds a double-precision instruction that does not belong there: attention and top-k
+are float32 throughout, and a stray Python literal would be float64; the scores of the tree builders are float64 by
+contract, and accept_sampled takes uniforms of 64 bits. Needs the toolkit wheels of the extra ``compile``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,32 @@ from ddtree_numba.tree import build_frontier, build_heap, draft_tree, search, to
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
-
+# Of a thread, on any architecture: launch bounds of 1,024 threads a multiprocessor leave 64, of 896 threads 72, of 256
+# threads all 255, of 1,280 threads 48. A builder's block of 256 threads has one busy warp, so 128 cost it nothing: its
+# shared memory limits the blocks first. The last six have no bounds; of their blocks of 32, 128 or 256 threads, one or
+# a few a request, no more run at once.
+MAX_REGISTERS = {
+    "three_phase": 64,
+    "flash_large": 255,
+    "flash_small": 255,
+    "flash_combine": 64,
+    "merge_states": 72,
+    "lse": 72,
+    "rounds": 64,
+    "threshold": 64,
+    "heap": 128,
+    "frontier": 128,
+    "argmax_tokens": 64,
+    "sampled": 64,
+    "target_probs": 64,
+    "compact_kv": 48,
+    "gather": 40,
+    "greedy": 96,
+    "sglang": 96,
+    "advance": 32,
+    "prepare": 96,
+    "finish": 32,
+}
 TITLE = "shared: dynamic bytes a block; attention: prefix 2,048, 17 nodes; heap and frontier: L,K,budget"
 
 
@@ -54,6 +79,10 @@ class Kernel(NamedTuple):
     shared: int  # dynamic shared memory of a block in bytes, at the sizes that TITLE says
     float64: bool = False  # whether double precision belongs there
     architectures: tuple[tuple[int, int], ...] = ARCHITECTURES  # that have the shared memory
+
+    @property
+    def variant(self) -> str:
+        return self.name.split()[0]
 
 
 def kernels() -> Iterator[Kernel]:
@@ -314,13 +343,18 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     names = [f"sm_{major}{minor}" for major, minor in ARCHITECTURES]
     parser.add_argument("--arch", nargs="+", choices=names, default=names, help="architectures; default: all")
+    parser.add_argument("--kernel", nargs="+", choices=MAX_REGISTERS, default=MAX_REGISTERS, help="default: all")
     options = parser.parse_args()
     try:
         nvjitlink.version()
     except Exception as error:
         sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
     wanted = [cc for cc, name in zip(ARCHITECTURES, names, strict=True) if name in options.arch]
-    JOBS.extend((kernel, [cc for cc in wanted if cc in kernel.architectures]) for kernel in kernels())
+    JOBS.extend(
+        (kernel, [cc for cc in wanted if cc in kernel.architectures])
+        for kernel in kernels()
+        if kernel.variant in options.kernel
+    )
     rows = []
     with multiprocessing.get_context("fork").Pool() as pool:  # a process a core: compiling holds the interpreter's lock
         results = pool.imap(_compile_job, range(len(JOBS)))
@@ -328,7 +362,7 @@ def main() -> int:
     compiled = [(kernel, cc) for kernel, ccs in JOBS for cc in ccs]
     for (kernel, cc), found in zip(compiled, chain.from_iterable(found_all), strict=True):
         ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"])
-        ok = ok and (kernel.float64 or not found["float64"])
+        ok = ok and (kernel.float64 or not found["float64"]) and found["registers"] <= MAX_REGISTERS[kernel.variant]
         rows.append({"kernel": kernel.name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": kernel.shared, "ok": ok})
     if options.json:
         print(json.dumps(rows, indent=2))
