@@ -1,4 +1,4 @@
-"""Command line: ``python -m ddtree_numba info`` and ``python -m ddtree_numba check [FILES]``."""
+"""Command line: ``python -m ddtree_numba`` with ``info``, ``check [FILES]`` or ``decode --prompt TEXT``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import ddtree_numba
 from ddtree_numba import check
 from ddtree_numba.compare import Report
+from ddtree_numba.decode import cli
 from ddtree_numba.device import launch, runtime
 from ddtree_numba.device.arrays import HOST
 
@@ -43,7 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     checks.add_argument(
         "--budget", type=_seconds, default=4.0, metavar="SECONDS", help="simulator: time for each file (default: 4)"
     )
+    decoding = commands.add_parser(
+        "decode",
+        help="a language model's reply to a prompt, by draft trees",
+        epilog="Exit code: 0; 1 if the tokens are not those of decoding one a step, or the model cannot be had.",
+    )
+    cli.add_arguments(decoding)
     options = parser.parse_args(arguments)
+    if options.command == "decode":
+        return cli.run(options)
     if options.command == "info":
         return run_info(options.json)
     return run_check(options.files, options.json, None if options.full else options.budget)

@@ -392,7 +392,7 @@ FLOORS = (
     ("attention", "tree"),
     ("accept",),
     ("step",),
-    ("check",),
+    ("check", "decode"),
     ("__main__",),
 )
 
