@@ -132,7 +132,7 @@ def is_exact(report: Report) -> bool:
 
 def reference_files(operator: str | None = None) -> list[Path]:
     """The reference files of a source checkout, in name order: all, or those for one operator."""
-    paths = sorted(REFERENCE_FOLDER.glob("*.kdtr"))
+    paths = sorted([*REFERENCE_FOLDER.glob("*.kdtr"), *REFERENCE_FOLDER.glob("captured/*.kdtr")])
     return [path for path in paths if operator is None or _operator_of(kdtr.read(path, verify=False)) == operator]
 
 
