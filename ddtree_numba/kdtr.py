@@ -12,10 +12,12 @@ CRC its data and the zeros behind them, and magic and version have one legal val
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
 import secrets
+import stat
 import struct
 import zlib
 from collections.abc import Mapping
@@ -123,7 +125,7 @@ class KdtrValueError(KdtrError):
     """A bool tensor holds a byte other than 0 and 1."""
 
 
-def read(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, npt.NDArray[Any]]:
+def read(path: str | os.PathLike[str], *, verify: bool = True, copy: bool = False) -> dict[str, npt.NDArray[Any]]:
     """Map a KDTR file into memory.
 
     Parameters
@@ -133,27 +135,42 @@ def read(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, npt.
     verify : bool
         Read the whole payload once: its checksums, its zero padding, and bool bytes. Without it only the pages that the
         caller touches are read, and damage to the payload goes unseen. Header and table are always checked in full.
+    copy : bool
+        Read the file into memory instead of mapping it: for a file that may be changed *in place* meanwhile, as no
+        KDTR writer does. Such a change shows in mapped tensors, and the process ends (SIGBUS on POSIX systems) as it
+        touches mapped pages that a shortened file has lost, be it in `read` or later.
 
     Returns
     -------
     dict of str to numpy.ndarray
-        The tensors in file order, C-contiguous, read-only, at addresses that are multiples of 64. bfloat16 is
-        ``ml_dtypes.bfloat16``, a scalar an array of shape (). They keep the map alive, and a file that `write` puts in
-        this one's place does not change them; whoever shortens the file *in place* takes the pages away from them.
+        The tensors in file order, C-contiguous, read-only (writable with `copy`), at addresses that are multiples of
+        64. bfloat16 is ``ml_dtypes.bfloat16``, a scalar an array of shape (). They keep the map alive, and a file that
+        `write` puts in this one's place does not change them.
 
     Raises
     ------
     OSError
-        The path cannot be opened or mapped (FileNotFoundError, IsADirectoryError, PermissionError, ...).
+        The path cannot be opened or mapped (FileNotFoundError, IsADirectoryError, PermissionError, ...), or is a
+        pipe, a device or the like.
     KdtrError
         The file is damaged; each kind of damage is one subclass. Nothing is allocated by what a damaged file claims:
         all sizes are held against the file's length first.
     """
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
+        if size == 0:
+            raise KdtrEmptyError(f"{path}: the file is empty; a KDTR file has at least {_TABLE_START} bytes")
         try:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError as error:
-            raise KdtrEmptyError(f"{path}: the file is empty; a KDTR file has at least {_TABLE_START} bytes") from error
+            # Both start at a page, so that each tensor stands at a multiple of 64.
+            data = mmap.mmap(-1, size) if copy else mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+            there = file.readinto(data) if copy else size
+        except ValueError:
+            there = 0  # a map longer than the file is refused
+        if there < size:
+            raise KdtrTruncatedError(f"{path}: became shorter while it was read")
     view = memoryview(data)
     payload_start = _check_header(view, path)
 
@@ -187,7 +204,8 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any] |
 
     The bytes go to a temporary file in the same folder, reach the disk, and then take the place of `path` in one step:
     a reader sees the old file or the new one, and of two writers at once the later wins. On failure the old file stays
-    and the temporary one is removed. The same tensors in the same order give the same bytes.
+    and the temporary one is removed; a process that is killed leaves it behind (``.kdtr-*.tmp``). The same tensors in
+    the same order give the same bytes.
 
     Parameters
     ----------
@@ -202,7 +220,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any] |
     KdtrNameError, KdtrDtypeError, KdtrShapeError
         A name or a tensor that KDTR cannot hold; raised before anything is written.
     OSError
-        The file cannot be written (no such folder, no permission, disk full, `path` is a folder, ...).
+        The file cannot be written (no such folder, no permission, disk full, `path` is a folder, a device, ...).
     """
     encoded: dict[bytes, npt.NDArray[Any]] = {}
     for name, value in tensors.items():
@@ -224,6 +242,11 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any] |
     target = os.path.realpath(path)
     temporary = os.path.join(os.path.dirname(target), f".kdtr-{secrets.token_hex(16)}.tmp")
     try:
+        with suppress(FileNotFoundError):
+            mode = os.stat(target).st_mode
+            # Renaming over a pipe or a device would take it away; over a folder it fails on its own.
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise OSError(errno.EINVAL, "is not a regular file")
         # Not tempfile: its files are 0600 whatever the umask, and the umask cannot be read without setting it.
         with open(temporary, "xb") as file:
             file.write(_PREFIX.pack(_MAGIC, _VERSION, zlib.crc32(guarded)) + guarded)
@@ -240,6 +263,11 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any] |
             reason = f"cannot write the KDTR file: {error.strerror or error}"
             raise OSError(error.errno, reason, os.fspath(path)) from error
         raise
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # To open a pipe would wait for a writer, perhaps for ever. Windows has neither the flag nor such pipes.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _align(size: int) -> int:

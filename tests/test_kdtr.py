@@ -14,6 +14,7 @@ import shutil
 import stat
 import struct
 import subprocess
+import tempfile
 import threading
 import tracemalloc
 import zlib
@@ -704,20 +705,24 @@ def test_folders_that_cannot_be_written_to(tmp_path):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
-def test_read_only_folder(tmp_path):
-    tmp_path.chmod(0o555)
-    try:
-        if os.geteuid() == 0:
-            try:
-                os.seteuid(65534)  # permissions mean nothing to root
-            except OSError:
-                pytest.skip("cannot become another user")
-        with pytest.raises(PermissionError, match=r"cannot write the KDTR file: Permission denied: '.*a\.kdtr'"):
-            kdtr.write(tmp_path / "a.kdtr", GOLDEN)
-    finally:
-        os.seteuid(os.getuid())
-        tmp_path.chmod(0o755)
-    assert list(tmp_path.iterdir()) == []
+def test_read_only_folder():
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path, whose parents are closed to others
+        folder = Path(name)
+        kdtr.write(folder / "a.kdtr", GOLDEN)
+        folder.chmod(0o555)
+        try:
+            if os.geteuid() == 0:
+                try:
+                    os.seteuid(65534)  # permissions mean nothing to root
+                except OSError:
+                    pytest.skip("cannot become another user")
+            assert_same(kdtr.read(folder / "a.kdtr"), GOLDEN)
+            with pytest.raises(PermissionError, match=r"cannot write the KDTR file: Permission denied: '.*a\.kdtr'"):
+                kdtr.write(folder / "a.kdtr", {})
+        finally:
+            os.seteuid(os.getuid())
+            folder.chmod(0o755)
+        assert [path.read_bytes() for path in folder.iterdir()] == [GOLDEN_BYTES]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")

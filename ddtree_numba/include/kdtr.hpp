@@ -210,11 +210,13 @@ inline void check_bools(const unsigned char* data, std::uint64_t nbytes, const s
     throw std::system_error(code != 0 ? code : EIO, std::generic_category(), what);
 }
 
-inline void read_exactly(std::ifstream& in, void* to, std::uint64_t count, const std::string& path) {
-    if (count == 0) return;
-    in.read(static_cast<char*>(to), static_cast<std::streamsize>(count));
-    if (in.bad()) throw_system(EIO, path + ": cannot be read");
-    if (!in) throw KdtrTruncatedError(path + ": became shorter while it was read");
+// Opening a pipe waits for a writer, a device has no length, and renaming over either would take it away.
+inline void require_regular_or_new(const std::filesystem::path& file, const std::string& path) {
+    std::error_code ignored;  // what cannot be looked at cannot be opened either, and that error says more
+    const std::filesystem::file_status status = std::filesystem::status(file, ignored);
+    if (std::filesystem::is_directory(status)) throw_system(EISDIR, path);
+    if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))
+        throw_system(EINVAL, path + ": is not a regular file");
 }
 
 }  // namespace detail
@@ -271,30 +273,16 @@ struct File {
 
 // ---- reading --------------------------------------------------------------------------------------------------------
 
-// Reads and verifies a whole file.
-//
-// Throws std::system_error if it cannot be read, a subclass of KdtrError if it is damaged. Whatever a file claims is
-// held against its length before memory is asked for: the payload once, the table once, and some 300 bytes for each
-// tensor whose 256 bytes really stand in the table.
-inline File read(const std::string& path) {
-    using namespace detail;
-    // Opening a folder succeeds on some systems, and its "length" is nonsense.
-    std::error_code ignored;
-    if (std::filesystem::is_directory(path, ignored)) throw_system(EISDIR, path);
-    errno = 0;
-    std::ifstream in(path, std::ios::binary);
-    if (!in) throw_system(errno, path);
-    // The length is that of the open file: the path may name another one by now.
-    in.seekg(0, std::ios::end);
-    const std::streamoff end = in.tellg();
-    in.seekg(0);
-    if (!in || end < 0) throw_system(ESPIPE, path + ": is not a regular file");
-    const auto length = static_cast<std::uint64_t>(end);
+namespace detail {
+
+// Verifies a file of `length` bytes and keeps its tensors; take(to, count) hands out its next bytes.
+template <class Take>
+File read_all(std::uint64_t length, Take take, const std::string& path) {
     if (length == 0) throw KdtrEmptyError(path + ": the file is empty; a KDTR file has at least 64 bytes");
 
     Header header{};
     const std::uint64_t there = length < sizeof header ? length : sizeof header;
-    read_exactly(in, &header, there, path);
+    take(&header, there);
     if (std::memcmp(header.magic, magic, there < 8 ? there : 8) != 0)
         throw KdtrMagicError(path + ": is not a KDTR file");
     if (length < sizeof header)
@@ -304,7 +292,7 @@ inline File read(const std::string& path) {
     if (header.num_tensors > (length - sizeof header) / sizeof(Record))
         throw KdtrTruncatedError(path + ": has no room for a table of " + std::to_string(header.num_tensors));
     std::vector<unsigned char> table(header.num_tensors * sizeof(Record));
-    read_exactly(in, table.data(), table.size(), path);
+    take(table.data(), table.size());
     unsigned char guarded[sizeof header];
     std::memcpy(guarded, &header, sizeof header);
     const std::uint32_t crc = crc32(guarded + guarded_start, sizeof header - guarded_start);
@@ -353,10 +341,10 @@ inline File read(const std::string& path) {
 
         Tensor t{std::string(name), static_cast<Dtype>(r.dtype), {r.shape, r.shape + r.rank}, {}};
         t.data.resize(r.nbytes);
-        read_exactly(in, t.data.data(), r.nbytes, path);
+        take(t.data.data(), r.nbytes);
         unsigned char padding[alignment];
         const std::uint64_t padded = align(r.nbytes) - r.nbytes;
-        read_exactly(in, padding, padded, path);
+        take(padding, padded);
         if (crc32(padding, padded, crc32(t.data.data(), r.nbytes)) != r.crc)
             throw KdtrChecksumError(where + ": its data do not have the CRC-32 that they should");
         if (!all_zero(padding, padded)) throw KdtrLayoutError(where + ": the padding behind its data must be 0");
@@ -370,10 +358,49 @@ inline File read(const std::string& path) {
     return file;
 }
 
+}  // namespace detail
+
+// Reads and verifies a whole file.
+//
+// Throws std::system_error if it cannot be read, a subclass of KdtrError if it is damaged. Whatever a file claims is
+// held against its length before memory is asked for: the payload once, the table once, and some 300 bytes for each
+// tensor whose 256 bytes really stand in the table.
+inline File read(const std::string& path) {
+    using namespace detail;
+    require_regular_or_new(path, path);
+    errno = 0;
+    std::ifstream in(path, std::ios::binary);
+    if (!in) throw_system(errno, path);
+    // The length is that of the open file: the path may name another one by now.
+    in.seekg(0, std::ios::end);
+    const std::streamoff end = in.tellg();
+    in.seekg(0);
+    if (!in || end < 0) throw_system(ESPIPE, path + ": its length cannot be found");
+    const auto take = [&](void* to, std::uint64_t count) {
+        if (count == 0) return;
+        in.read(static_cast<char*>(to), static_cast<std::streamsize>(count));
+        if (in.bad()) throw_system(EIO, path + ": cannot be read");
+        if (!in) throw KdtrTruncatedError(path + ": became shorter while it was read");
+    };
+    return read_all(static_cast<std::uint64_t>(end), take, path);
+}
+
+// The same for a file that is in memory already. The tensors are copies; `name` stands for the path in messages.
+inline File parse(const void* bytes, std::size_t size, const std::string& name = "KDTR data") {
+    const auto* next = static_cast<const unsigned char*>(bytes);
+    const auto take = [&](void* to, std::uint64_t count) {
+        if (count == 0) return;  // memcpy takes no null pointer, even then
+        std::memcpy(to, next, count);
+        next += count;
+    };
+    return detail::read_all(size, take, name);
+}
+
 // ---- writing --------------------------------------------------------------------------------------------------------
 
 // Writes a file, whole or not at all: the bytes go to a temporary file in the same folder, reach the disk, and take
-// the place of `path` in one step. On failure the old file stays. A symbolic link to a file is followed.
+// the place of `path` in one step. On failure the old file stays; a process that is killed leaves the temporary one
+// behind (.kdtr-*.tmp). A symbolic link is followed.
 //
 // Throws KdtrNameError, KdtrDtypeError, KdtrShapeError or KdtrValueError before anything is written if KDTR cannot hold
 // the tensors, std::system_error if the file cannot be written.
@@ -419,9 +446,12 @@ inline void write(const std::string& path, const std::vector<Tensor>& tensors) {
 
     // The random name keeps writers apart; one made from the target's could be too long for the file system.
     std::error_code failure;
-    const fs::path target = fs::weakly_canonical(path, failure);
+    fs::path target = fs::weakly_canonical(path, failure);
+    std::error_code ignored;
+    while (!failure && fs::is_symlink(fs::symlink_status(target, ignored)))  // its file is not there yet
+        target = fs::weakly_canonical(target.parent_path() / fs::read_symlink(target, failure), failure);
     if (failure) throw std::system_error(failure, path);
-    if (fs::is_directory(target, failure)) throw_system(EISDIR, path);
+    require_regular_or_new(target, path);
     std::random_device random;
     std::string hidden = ".kdtr-";
     for (int i = 0; i < 4; ++i) hidden += std::to_string(random()) + (i < 3 ? "-" : ".tmp");
@@ -452,7 +482,6 @@ inline void write(const std::string& path, const std::vector<Tensor>& tensors) {
     }
     if (good) fs::rename(temporary, target, failure);
     if (good && !failure) return;
-    std::error_code ignored;
     fs::remove(temporary, ignored);
     if (good) throw std::system_error(failure, path + ": cannot write the KDTR file");
     throw_system(code, path + ": cannot write the KDTR file");
