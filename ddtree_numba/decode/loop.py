@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,8 +239,6 @@ def decode(
             "top_p": xp.full(batch, top_p, np.float32),
         }
     caches = model.new_caches(batch, longest + max_tokens + budget + 1)
-    for b, reply in enumerate(replies):
-        _prefill(model, [cache[b : b + 1] for cache in caches], reply.prompt_tokens[:-1])
     roots = xp.asarray([reply.prompt_tokens[-1] for reply in replies], np.int32)
     lengths = xp.asarray([len(reply.prompt_tokens) - 1 for reply in replies], np.int32)
 
@@ -259,33 +258,52 @@ def decode(
     drafter = drafter or PromptLookup()
     shape = (batch, draft_positions, model.config.vocabulary)
     live = list(range(batch))
-    clock.start()
-    while live:
-        draft = np.zeros(shape, np.float32)
-        if budget:
-            contexts = [replies[b].prompt_tokens + replies[b].tokens for b in live]
-            draft[live] = drafter(contexts, *shape[1:])
-        draft = xp.asarray(draft)
-        clock.stop("draft")
-        accepted = step(draft, roots, lengths, forward, kv_caches=caches, **controls).to_host()
-        clock.stop("accept")
-        for b in list(live):
-            reply, flags, count = replies[b], int(accepted.flags[b]), int(accepted.num_accepted[b])
-            emitted = [int(token) for token in accepted.tokens[b] if token >= 0]
-            emitted = emitted[: max_tokens - len(reply.tokens)]
-            reply.tokens += emitted
-            reply.runs.append(count)
-            reply.stopped = bool(flags & STOPPED) and emitted[-1:] == [tokenizer.eos]
-            if on_tokens is not None:
-                on_tokens(b, emitted, count)
-            if flags & (STOPPED | BAD_TARGET) or len(reply.tokens) == max_tokens:
-                live.remove(b)
-                roots[b] = -1
-                reply.last_tree = step.tree.to_host(), b, accepted.nodes[b, :count].tolist()
+    with _calm_blas(xp):
+        for b, reply in enumerate(replies):
+            _prefill(model, [cache[b : b + 1] for cache in caches], reply.prompt_tokens[:-1])
+        clock.start()
+        while live:
+            draft = np.zeros(shape, np.float32)
+            if budget:
+                contexts = [replies[b].prompt_tokens + replies[b].tokens for b in live]
+                draft[live] = drafter(contexts, *shape[1:])
+            draft = xp.asarray(draft)
+            clock.stop("draft")
+            accepted = step(draft, roots, lengths, forward, kv_caches=caches, **controls).to_host()
+            clock.stop("accept")
+            for b in list(live):
+                reply, flags, count = replies[b], int(accepted.flags[b]), int(accepted.num_accepted[b])
+                emitted = [int(token) for token in accepted.tokens[b] if token >= 0]
+                emitted = emitted[: max_tokens - len(reply.tokens)]
+                reply.tokens += emitted
+                reply.runs.append(count)
+                reply.stopped = bool(flags & STOPPED) and emitted[-1:] == [tokenizer.eos]
+                if on_tokens is not None:
+                    on_tokens(b, emitted, count)
+                if flags & (STOPPED | BAD_TARGET) or len(reply.tokens) == max_tokens:
+                    live.remove(b)
+                    roots[b] = -1
+                    reply.last_tree = step.tree.to_host(), b, accepted.nodes[b, :count].tolist()
     for reply in replies:
         reply.seconds, reply.stages = sum(clock.spent.values()), dict(clock.spent)
         reply.text = tokenizer.decode(reply.tokens)
     return replies
+
+
+@contextmanager
+def _calm_blas(xp: Any) -> Iterator[None]:
+    """Half of the cores for NumPy's matrix products.
+
+    Products of a few rows are short, and OpenBLAS's threads wait for each other by spinning: with a core less than they
+    think that they have, they were eight times slower than a single thread.
+    """
+    if xp is not np:
+        yield
+        return
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(limits=max(1, (os.cpu_count() or 1) // 2), user_api="blas"):
+        yield
 
 
 def logit_gap(model: Llama, ids: Sequence[int]) -> float:
