@@ -1,8 +1,8 @@
 """Our greedy tokens beside those of transformers, for the same GGUF file and the same token ids.
 
-Run ``python profiling/compare_decode.py``; it needs PyTorch, transformers and accelerate, on the CPU. Prints a line a prompt: how
-many tokens are equal and, where one differs, how far the two likeliest logits are apart there, by transformers. The
-exit code is 1 if tokens differ where that gap is above NEAR_TIE. ``--csv FILE`` keeps the table.
+Run ``python profiling/compare_decode.py``; it needs PyTorch, transformers and accelerate, on the CPU. Prints a line a
+prompt: how many tokens are equal and, where one differs, how far the two likeliest logits are apart there, by
+transformers. The exit code is 1 if tokens differ where that gap is above NEAR_TIE. ``--csv FILE`` keeps the table.
 """
 
 from __future__ import annotations

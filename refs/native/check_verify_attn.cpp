@@ -1,56 +1,29 @@
-// Holds a verify_attn against reference files, without Python. From the root of the repository:
+// Holds a verify_attn against reference files, without Python. In this folder:
 //
-//     g++ -std=c++17 -O2 -I ddtree_numba/include refs/native/*.cpp -o check_verify_attn
-//     ./check_verify_attn refs/verify_attn_*.kdtr
+//     g++ -std=c++17 -O2 -I ../../ddtree_numba/include check_verify_attn.cpp verify_attn.cpp -o check_verify_attn
+//     ./check_verify_attn ../verify_attn_*.kdtr
 //
 // q and the cache may be bfloat16 in a file; verify_attn gets them as float32. One line a file: its name, the largest
 // absolute error of out, the relative Frobenius error of out, the largest error of lse relative to max(1, |lse|), "ok"
 // or what is wrong. The exit code is 0 if all files pass, 1 if one fails or cannot be used, 2 if there is none.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <exception>
-#include <limits>
-#include <stdexcept>
-#include <string>
-#include <vector>
-
-#include "kdtr.hpp"
+#include "check.hpp"
 #include "verify_attn.hpp"
 
 namespace {
 
+using check::Shape, check::get, check::require;
+
 // What float32 arithmetic keeps on the reference files with room to spare; a wrong key or weight is far beyond.
-constexpr double frobenius_bound = 1e-5;
+constexpr double least_bound = 1e-5;
 constexpr double lse_bound = 1e-5;
-// One wrong element hardly moves a norm: each must be right to this part of the largest, too.
-constexpr double element_bound = 1e-5;
 
-using Shape = std::vector<std::uint64_t>;
-
-void require(bool holds, const std::string& what) {
-    if (!holds) throw std::invalid_argument(what);
-}
-
-template <class T>
-const T* get(const kdtr::File& file, const char* name, const Shape& shape) {
-    const kdtr::Tensor& tensor = file.at(name);
-    require(tensor.shape == shape, std::string("tensor '") + name + "' has another shape than the others demand");
-    return tensor.as<T>();
-}
-
-// As above; a bfloat16 tensor, whose elements are the upper halves of float32, is widened into `widened`.
-const float* get_floats(const kdtr::File& file, const char* name, const Shape& shape, std::vector<float>& widened) {
-    if (file.at(name).dtype != kdtr::Dtype::bfloat16) return get<float>(file, name, shape);
-    const kdtr::Bfloat16* halves = get<kdtr::Bfloat16>(file, name, shape);
-    widened.resize(file.at(name).size());
-    for (std::size_t i = 0; i < widened.size(); ++i) {
-        const std::uint32_t bits = std::uint32_t{halves[i].bits} << 16;
-        std::memcpy(&widened[i], &bits, sizeof bits);
-    }
-    return widened.data();
+// On out: of the relative norm and, since one wrong element hardly moves a norm, of each element as a part of the
+// largest. Where logits are large their own rounding decides: that of a sum of D terms, as docs/numerics.md has it.
+double bound_of(const kdtr::File& file, std::int64_t head_dim) {
+    const double magnitude = *get<double>(file, "logit_magnitude", {});
+    const double of_logits = check::float32_eps / 2.4 * magnitude * std::sqrt(static_cast<double>(head_dim));
+    return std::max(least_bound, of_logits);
 }
 
 struct Widened {
@@ -60,13 +33,9 @@ struct Widened {
 // Points into the file and into `widened`. A checksum does not say that the contents make sense, so lengths and table
 // entries are checked here: whatever the file holds, verify_attn may index by them.
 Problem problem_of(const kdtr::File& file, Widened& widened) {
-    const kdtr::Tensor& op = file.at("operator");
-    const unsigned char* letters = op.as<std::uint8_t>();
-    require(std::string(letters, letters + op.size()) == "verify_attention", "the operator is not verify_attention");
-    const Shape &q = file.at("q").shape, &cache = file.at("kv_cache").shape, &mask = file.at("tree_mask").shape;
-    require(q.size() == 4 && cache.size() == 3 && mask.size() == 3, "q, kv_cache or tree_mask has another rank");
-    for (const Shape* shape : {&q, &cache, &mask})
-        for (std::uint64_t size : *shape) require(size >= 1 && size < 1u << 31, "a size is 0 or beyond 2**31 - 1");
+    require(check::operator_of(file) == "verify_attention", "the operator is not verify_attention");
+    const Shape &q = check::shape_of(file, "q", 4), &cache = check::shape_of(file, "kv_cache", 3);
+    check::shape_of(file, "tree_mask", 3);
 
     Problem p{};
     p.num_requests = static_cast<std::int64_t>(q[0]);
@@ -78,10 +47,12 @@ Problem problem_of(const kdtr::File& file, Widened& widened) {
     p.kv_lora_rank = *get<std::int32_t>(file, "kv_lora_rank", {});
     p.sm_scale = *get<double>(file, "sm_scale", {});
     require(p.kv_lora_rank >= 1 && p.kv_lora_rank <= p.head_dim, "kv_lora_rank is not 1 to D");
-    p.q = get_floats(file, "q", q, widened.q);
+    widened.q = check::get_as<float, float, kdtr::Bfloat16>(file, "q", q);
+    widened.kv_cache = check::get_as<float, float, kdtr::Bfloat16>(file, "kv_cache", {cache[0], cache[1], q[3]});
+    p.q = widened.q.data();
+    p.kv_cache = widened.kv_cache.data();
     p.cache_seqlens = get<std::int32_t>(file, "cache_seqlens", {q[0]});
     p.tree_mask = get<std::uint32_t>(file, "tree_mask", {q[0], q[1], static_cast<std::uint64_t>(p.num_words)});
-    p.kv_cache = get_floats(file, "kv_cache", {cache[0], cache[1], q[3]}, widened.kv_cache);
     p.max_pages = 1;
     if (const kdtr::Tensor* table = file.find("block_table")) {
         require(table->shape.size() == 2 && table->size() > 0, "block_table has another rank, or is empty");
@@ -102,63 +73,43 @@ Problem problem_of(const kdtr::File& file, Widened& widened) {
     return p;
 }
 
-// Infinity where one is NaN, or they are not the same infinity: a comparison with a bound then fails.
-double difference(double found, double wanted) {
-    if (found == wanted) return 0;
-    const double gap = std::fabs(found - wanted);
-    return std::isnan(gap) ? std::numeric_limits<double>::infinity() : gap;
-}
-
-bool check(const std::string& path) {
-    const kdtr::File file = kdtr::read(path);
+check::Outcome check_file(const kdtr::File& file) {
     Widened widened;
     const Problem p = problem_of(file, widened);
     const Shape& q = file.at("q").shape;
-    const float* wanted_out = get<float>(file, "out", {q[0], q[1], q[2], static_cast<std::uint64_t>(p.kv_lora_rank)});
-    const float* wanted_lse = get<float>(file, "lse", {q[0], q[1], q[2]});
-    // NaN, so that an element that is never written cannot pass.
-    std::vector<float> out(file.at("out").size(), std::numeric_limits<float>::quiet_NaN());
-    std::vector<float> lse(file.at("lse").size(), std::numeric_limits<float>::quiet_NaN());
+    const Shape of_out = {q[0], q[1], q[2], static_cast<std::uint64_t>(p.kv_lora_rank)}, of_lse = {q[0], q[1], q[2]};
+    const float* wanted_out = get<float>(file, "out", of_out);
+    const float* wanted_lse = get<float>(file, "lse", of_lse);
+    std::vector<float> out = check::unwritten<float>(of_out), lse = check::unwritten<float>(of_lse);
     verify_attn(p, out.data(), lse.data());
 
     double max_abs = 0, largest = 0, errors = 0, squares = 0, lse_error = 0;
     for (std::size_t i = 0; i < out.size(); ++i) {
-        const double wanted = wanted_out[i], error = difference(out[i], wanted);
+        const double wanted = wanted_out[i], error = check::difference(out[i], wanted);
         max_abs = std::max(max_abs, error);
         largest = std::max(largest, std::fabs(wanted));
         errors += error * error;
         squares += wanted * wanted;
     }
     for (std::size_t i = 0; i < lse.size(); ++i) {
-        const double wanted = wanted_lse[i], error = difference(lse[i], wanted);
-        lse_error = std::max(lse_error, std::isinf(wanted) ? error : error / std::max(1.0, std::fabs(wanted)));
+        const double wanted = wanted_lse[i], error = check::difference(lse[i], wanted);
+        lse_error = std::max(lse_error, error / check::lse_unit(wanted));
     }
+    const double bound = bound_of(file, p.head_dim);
     const double frobenius = errors == 0 ? 0 : std::sqrt(errors / squares);
+
+    check::Outcome outcome;
+    outcome.keep("out", of_out, out.data());
+    outcome.keep("lse", of_lse, lse.data());
+    outcome.measured = check::digits("  max abs %.3e", max_abs) + check::digits("  rel fro %.3e", frobenius) +
+                       check::digits("  lse %.3e", lse_error);
     // "<=", so that NaN fails.
-    std::string verdict;
-    if (!(max_abs <= element_bound * largest)) verdict += ", out: an element is off";
-    if (!(frobenius <= frobenius_bound)) verdict += ", out: the norm is off";
-    if (!(lse_error <= lse_bound)) verdict += ", lse is off";
-    std::printf("%s  max abs %.3e  rel fro %.3e  lse %.3e  %s\n", path.c_str(), max_abs, frobenius, lse_error,
-                verdict.empty() ? "ok" : ("FAIL" + verdict.substr(1)).c_str());
-    return verdict.empty();
+    if (!(max_abs <= bound * largest)) outcome.fault("out: an element is off");
+    if (!(frobenius <= bound)) outcome.fault("out: the norm is off");
+    if (!(lse_error <= lse_bound)) outcome.fault("lse is off");
+    return outcome;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) {
-    if (argc < 2) {
-        std::fprintf(stderr, "usage: %s FILE.kdtr ...\n", argv[0]);
-        return 2;
-    }
-    bool passed = true;
-    for (int i = 1; i < argc; ++i) {
-        try {
-            passed = check(argv[i]) && passed;
-        } catch (const std::exception& error) {  // the other files still count
-            std::printf("%s  FAIL %s\n", argv[i], error.what());
-            passed = false;
-        }
-    }
-    return passed ? 0 : 1;
-}
+int main(int argc, char** argv) { return check::run(argc, argv, check_file); }
