@@ -11,6 +11,16 @@ from typing import Any
 import numpy as np
 
 
+def _as_array(name: str, x: Any, what: str) -> np.ndarray:
+    """What NumPy makes of ``x``; a masked array loses its mask, and so is refused."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a MaskedArray; it must be {what}")
+    try:
+        return np.asarray(x)
+    except ValueError:  # lists of different lengths
+        raise TypeError(f"{name} is a {type(x).__qualname__} that makes no array; it must be {what}") from None
+
+
 def pack_mask(mask: np.ndarray) -> np.ndarray:
     """Pack a bool mask into words.
 
@@ -28,13 +38,17 @@ def pack_mask(mask: np.ndarray) -> np.ndarray:
     ------
     TypeError
         ``mask`` is not bool.
+    ValueError
+        ``mask`` has no axis.
     """
-    mask = np.asarray(mask)
+    mask = _as_array("mask", mask, "bool")
     if mask.dtype != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
+    if mask.ndim == 0:
+        raise ValueError("mask has shape []; it must be [.., Q]")
     num_words = -(-mask.shape[-1] // 32)
     padded = np.zeros((*mask.shape[:-1], 32 * num_words), np.bool_)
-    padded[..., : mask.shape[-1]] = mask
+    padded[..., : mask.shape[-1]] = mask.view(np.uint8) & 1  # what kernels read of a bool
     octets = np.packbits(padded, axis=-1, bitorder="little")
     return octets.view("<u4").astype(np.uint32, copy=False)
 
@@ -59,9 +73,11 @@ def unpack_mask(words: np.ndarray, num_nodes: int) -> np.ndarray:
     ValueError
         There are not ceil(Q/32) words a row.
     """
-    words = np.asarray(words)
+    words = _as_array("words", words, "uint32")
     if words.dtype != np.uint32:
         raise TypeError(f"words has dtype {words.dtype}; it must be uint32")
+    if words.ndim == 0:
+        raise ValueError("words has shape []; it must be [.., ceil(Q/32)]")
     if words.shape[-1] != -(-num_nodes // 32):
         raise ValueError(f"words has {words.shape[-1]} words a row; {num_nodes} nodes need {-(-num_nodes // 32)}")
     octets = np.ascontiguousarray(words, dtype="<u4").view(np.uint8)
@@ -75,7 +91,7 @@ def mask_from_parents(parents: Any) -> np.ndarray:
     ----------
     parents : int [.., Q]
         Parent of each node, smaller than the node's own index; -1 for the root, which is node 0, and for padding,
-        whose rows are all False.
+        whose rows, and those of nodes below it, are all False.
 
     Returns
     -------
@@ -88,7 +104,7 @@ def mask_from_parents(parents: Any) -> np.ndarray:
     ValueError
         A parent is not smaller than its node, or below -1.
     """
-    parents = np.asarray(parents)
+    parents = _as_array("parents", parents, "an array of integers")
     if parents.dtype.kind not in "iu" or parents.ndim == 0:
         raise TypeError(f"parents has dtype {parents.dtype}, {parents.ndim} axes; it must be an array of integers")
     num_nodes = parents.shape[-1]
@@ -99,7 +115,7 @@ def mask_from_parents(parents: Any) -> np.ndarray:
         parent = parents[..., i, None]
         of_parent = np.take_along_axis(mask, np.maximum(parent, 0)[..., None], axis=-2)[..., 0, :]
         mask[..., i, :] = of_parent & (parent >= 0)
-        mask[..., i, i] = (parents[..., i] >= 0) | (i == 0)
+        mask[..., i, i] = mask[..., i, :].any(axis=-1) | (i == 0)  # a child of padding is padding
     return mask
 
 

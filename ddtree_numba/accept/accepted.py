@@ -122,8 +122,11 @@ def tree_arguments(tree: Any) -> dict[str, View]:
     batch, num_nodes = tokens.shape
     if num_nodes < 1:
         raise ValueError(f"{tokens} has Q = 0; it must be at least 1")
-    if arrays.require_integer("tree.max_depth", tree.max_depth) < 0:
-        raise ValueError(f"tree.max_depth is {tree.max_depth}; it must be at least 0")
+    depth = arrays.require_integer("tree.max_depth", tree.max_depth)
+    if depth < 0:
+        raise ValueError(f"tree.max_depth is {depth}; it must be at least 0")
+    if depth >= 2**31 - 1:
+        raise ValueError(f"tree.max_depth is {depth}; it must be less than 2**31 - 1")
     return tree_views(tree, batch, num_nodes, "tree.")
 
 

@@ -223,8 +223,8 @@ def compact_kv(kv_caches: Any, cache_seqlens: Any, accepted: Accepted, *, block_
     TypeError
         An argument is no array that kernels take, or has the wrong dtype; ``accepted`` is no Accepted.
     ValueError
-        A wrong shape or device; no cache at all, or one twice; caches that overlap the other arrays or are read-only; a
-        row whose axes do not follow each other.
+        A wrong shape or device; no cache at all, or one twice; caches that overlap each other or the other arrays, or
+        are read-only; a row whose axes do not follow each other.
     RuntimeError
         There is no usable GPU and the simulator is off.
 
@@ -313,6 +313,10 @@ def moves_of(kv_caches: Any, lengths: View, accepted: Accepted, block_table: Any
             arrays.require_apart(cache, [*small, *others])
     if 0 not in caches[0].shape and len({cache.pointer for cache in caches}) < len(caches):
         raise ValueError("kv_caches has the same cache twice; its rows would move twice")
+    places = tuple((cache.pointer, cache.shape, cache.strides, cache.dtype.itemsize) for cache in caches)
+    if meeting := arrays.first_overlap(places):
+        one, other = (caches[n].name for n in meeting)
+        raise ValueError(f"{other} overlaps {one} in memory; each layer needs memory of its own")
     capacity = min(table.shape[1] * caches[0].shape[1], LARGEST_INT32)
     return Moves(caches, lengths, nodes, counts, table, capacity)
 

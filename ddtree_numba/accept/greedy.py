@@ -227,7 +227,7 @@ def accept_greedy(
     batch, num_nodes = targets.shape
     stop = accepted.stop_argument(stop_tokens, views["tokens"], batch)
     out, found = accepted.results(out, views, tree.max_depth, [targets, stop])
-    if validate:
+    if arrays.require_flag("validate", validate):
         accepted.check_tree(views)
     if batch:
         walked = [views[name] for name in ("tokens", "first_child", "next_sibling", "num_nodes")]

@@ -421,7 +421,7 @@ def accept_sampled(
     stop = accepted.stop_argument(stop_tokens, views["tokens"], batch)
     arrays.require_one_place([views["tokens"], probs, *draws])
     out, found = accepted.results(out, views, tree.max_depth, [probs, *draws, stop])
-    if validate:
+    if arrays.require_flag("validate", validate):
         accepted.check_tree(views)
     if batch:
         walked = [views[name] for name in ("tokens", "first_child", "next_sibling", "num_nodes")]

@@ -600,8 +600,8 @@ def _per_request(name: str, given: Any, checked: Callable[[Any], int], make: Cal
     if isinstance(given, (int, float, np.integer, np.floating)) and not isinstance(given, bool):
         size = max(LEAST_CONSTANT, 1 << (batch - 1).bit_length())
         return arrays.constant(logits.device, make, checked(given), size).columns(0, batch)
-    if not hasattr(given, "shape"):
-        raise TypeError(f"{name} is {given!r}; it must be a number, or an array [B] of {dtype}")
+    if not hasattr(given, "shape") and not hasattr(given, "__cuda_array_interface__"):
+        raise TypeError(f"{name} is {arrays.shown(given)}; it must be a number, or an array [B] of {dtype}")
     found = arrays.view(name, given)
     arrays.require_dtype(found, dtype)
     arrays.require_shape(found, "[B]", batch)
@@ -611,7 +611,7 @@ def _per_request(name: str, given: Any, checked: Callable[[Any], int], make: Cal
 def _checked_temperature(given: Any) -> int:
     most = float(np.finfo(np.float32).max)
     if not 0 <= given <= most:
-        raise ValueError(f"temperature is {given!r}; it must be at least 0 and finite in float32")
+        raise ValueError(f"temperature is {arrays.shown(given)}; it must be at least 0 and finite in float32")
     return _bits(given)
 
 
@@ -622,7 +622,7 @@ def _checked_top_k(given: Any) -> int:
 
 def _checked_top_p(given: Any) -> int:
     if not 0 < given <= 1:
-        raise ValueError(f"top_p is {given!r}; it must be above 0 and at most 1")
+        raise ValueError(f"top_p is {arrays.shown(given)}; it must be above 0 and at most 1")
     return _bits(max(float(given), float(np.finfo(np.float32).tiny)))
 
 

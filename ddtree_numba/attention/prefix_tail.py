@@ -61,6 +61,7 @@ def prefix_attention(
     TypeError, ValueError, RuntimeError
         As `verify_attention`.
     """
+    batch_invariant = arrays.require_flag("batch_invariant", batch_invariant)
     problem = make_problem(
         q,
         kv_cache,
@@ -78,7 +79,7 @@ def prefix_attention(
     )
     nothing = arrays.constant(problem.q_nope.device, _no_words, problem.num_nodes).repeated(problem.batch)
     problem = replace(problem, tree_mask=nothing)
-    if validate:
+    if arrays.require_flag("validate", validate):
         check_contents(problem)
     flash.run(problem, flash.plan_of(problem, require_splits(num_splits), batch_invariant, part=flash.PREFIX))
     return problem.results
@@ -144,6 +145,7 @@ def verify_attention_prefix_tail(
     -----
     Source: see `merge_states`.
     """
+    batch_invariant = arrays.require_flag("batch_invariant", batch_invariant)
     problem = make_problem(
         q,
         kv_cache,

@@ -162,7 +162,7 @@ def make_problem(
         workspace=scratch,
         results=results,
     )
-    if validate:
+    if arrays.require_flag("validate", validate):
         check_contents(problem)
     return problem
 
@@ -261,13 +261,14 @@ def _scratch(workspace: Any) -> View:
 def _scale(sm_scale: Any) -> float:
     scalar = isinstance(sm_scale, np.ndarray) and sm_scale.ndim == 0 and sm_scale.dtype.kind in "fiu"
     if isinstance(sm_scale, bool) or not (scalar or isinstance(sm_scale, Real)):
-        raise TypeError(f"sm_scale is {sm_scale!r}; it must be a number")
+        raise TypeError(f"sm_scale is {arrays.shown(sm_scale)}; it must be a number")
     try:
         value = float(sm_scale)
     except OverflowError:
         value = math.inf
     if not (value <= float(np.finfo(np.float32).max) and np.float32(value) > 0):  # NaN fails the first
-        raise ValueError(f"sm_scale is {sm_scale}; it must be a float32 above 0 (Kimi K2: 0.144680, never D**-0.5)")
+        text = value if math.isfinite(value) else arrays.shown(sm_scale)
+        raise ValueError(f"sm_scale is {text}; it must be a float32 above 0 (Kimi K2: 0.144680, never D**-0.5)")
     return value
 
 

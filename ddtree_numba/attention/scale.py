@@ -9,6 +9,10 @@ Source: YaRN (Peng et al., arXiv 2309.00071); DeepSeek-V3's model code, `softmax
 from __future__ import annotations
 
 import math
+import sys
+from numbers import Real
+
+from ddtree_numba.device.arrays import require_integer, shown
 
 
 def yarn_sm_scale(factor: float, qk_head_dim: int = 192, mscale_all_dim: float = 1.0) -> float:
@@ -27,7 +31,23 @@ def yarn_sm_scale(factor: float, qk_head_dim: int = 192, mscale_all_dim: float =
     -------
     float
         qk_head_dim**-0.5 * (0.1 * mscale_all_dim * ln(factor) + 1)**2
+
+    Raises
+    ------
+    TypeError
+        An argument is no number, or qk_head_dim no integer.
+    ValueError
+        A number is not finite, or qk_head_dim below 1.
     """
+    for name, value in (("factor", factor), ("mscale_all_dim", mscale_all_dim)):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} is {shown(value)}; it must be a number")
+        if not abs(value) <= sys.float_info.max:  # NaN fails this too
+            raise ValueError(f"{name} is {shown(value)}; it must be finite")
+    factor, mscale_all_dim = float(factor), float(mscale_all_dim)  # in float64, whatever they came in
+    qk_head_dim = require_integer("qk_head_dim", qk_head_dim)
+    if qk_head_dim < 1:
+        raise ValueError(f"qk_head_dim is {qk_head_dim}; it must be at least 1")
     mscale = 0.1 * mscale_all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
     return qk_head_dim**-0.5 * mscale * mscale
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ddtree_numba.attention import flash, three_phase
 from ddtree_numba.attention.problem import Problem, make_problem
-from ddtree_numba.device.arrays import HOST, require_integer
+from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of
 
 FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
 VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy")
@@ -111,9 +111,8 @@ def verify_attention(
 
     Source: absorbed MLA, DeepSeek-V2 (arXiv 2405.04434), section 2.1; tree attention, DDTree (arXiv 2604.12989).
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
-    num_splits = require_splits(num_splits)
+    require_one_of("variant", variant, VARIANTS)
+    num_splits, batch_invariant = require_splits(num_splits), require_flag("batch_invariant", batch_invariant)
     if variant.startswith("three_phase") and num_splits not in (None, 1):
         raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
     problem = make_problem(
@@ -192,11 +191,16 @@ def workspace_bytes(
     ValueError
         flash does not take the widths, or there are more parts than a grid holds.
     """
-    sizes = {"batch": batch, "num_nodes": num_nodes, "num_heads": num_heads, "max_seqlen": max_seqlen}
-    sizes |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-    for name, value in sizes.items():
-        if require_integer(name, value) < 0:
-            raise ValueError(f"{name} is {value}; it must not be negative")
+    given = {"batch": batch, "num_nodes": num_nodes, "num_heads": num_heads, "max_seqlen": max_seqlen}
+    given |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    sizes = {name: require_integer(name, value) for name, value in given.items()}
+    for name, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name} is {size}; it must not be negative")
+    # Python's integers from here on, which have no end.
+    batch, num_nodes, num_heads, max_seqlen, kv_lora_rank, qk_rope_head_dim = sizes.values()
+    batch_invariant = require_flag("batch_invariant", batch_invariant)
+    prefix_tail = require_flag("prefix_tail", prefix_tail)
     floats = [
         flash.make_plan(
             batch,
@@ -219,6 +223,9 @@ def workspace_bytes(
 
 def require_splits(num_splits: Any) -> int | None:
     """The number of splits; raises unless it is None or a positive integer."""
-    if num_splits is not None and require_integer("num_splits", num_splits) < 1:
-        raise ValueError(f"num_splits is {num_splits}; it must be at least 1")
-    return num_splits
+    if num_splits is None:
+        return None
+    number = require_integer("num_splits", num_splits)
+    if number < 1:
+        raise ValueError(f"num_splits is {number}; it must be at least 1")
+    return number

@@ -11,6 +11,7 @@ Source: the CUDA Array Interface, version 3 (Numba documentation).
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -32,6 +33,7 @@ if runtime.SIMULATOR:
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 FLOATS: tuple[np.dtype[Any], ...] = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 HOST = -1
+Place = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ def view(name: str, x: Any) -> View:
     Raises
     ------
     TypeError
-        ``x`` is no such array (a PyTorch tensor on the CPU, a list), or its byte order is not the machine's.
+        ``x`` is no such array (a PyTorch tensor on the CPU, a list, a masked array), its byte order is not the
+        machine's, or its elements have no bytes.
     ValueError
         Its pointer is not memory of a GPU, or address or strides are no multiples of the item size.
     """
@@ -186,12 +189,16 @@ def view(name: str, x: Any) -> View:
             f"{name} is a {type(x).__module__}.{type(x).__qualname__}; "
             "it must be a CuPy, Numba or PyTorch array on a GPU, or a NumPy array"
         )
+    if found.dtype.itemsize == 0:
+        raise TypeError(f"{name} has dtype {found.dtype}, which no kernel takes")
     if found.pointer % found.dtype.itemsize or any(s % found.dtype.itemsize for s in found.strides):
         raise ValueError(f"{found} is not aligned: its address and strides must be multiples of its item size")
     return found
 
 
 def _kind(x: Any) -> str:
+    if isinstance(x, np.ma.MaskedArray):
+        return ""  # no kernel knows the mask
     if isinstance(x, np.ndarray):
         return "numpy"
     for kind, class_name in (("torch", "Tensor"), ("cupy", "ndarray")):
@@ -219,12 +226,18 @@ def _view_device(name: str, x: Any, kind: str) -> View:
         return View(name, kind, x.device.index, x.data_ptr(), tuple(x.shape), strides, dtype, False, x)
     if kind == "cupy":
         return View(name, kind, x.device.id, x.data.ptr, x.shape, x.strides, x.dtype, False, x)
-    interface = x.__cuda_array_interface__
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
-    pointer, read_only = interface["data"]
-    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
+    try:
+        interface = x.__cuda_array_interface__
+        shape, dtype = tuple(int(n) for n in interface["shape"]), np.dtype(interface["typestr"])
+        pointer, read_only = int(interface["data"][0] or 0), bool(interface["data"][1])
+        strides = tuple(int(n) for n in interface.get("strides") or contiguous_strides(shape, dtype.itemsize))
+        fine = len(shape) == len(strides) and min(shape, default=0) >= 0 and interface.get("mask") is None
+    except Exception as error:  # whatever a stranger's property may raise
+        raise TypeError(f"{name} has a __cuda_array_interface__ that cannot be read ({shown(error)})") from error
+    if not fine:
+        raise TypeError(f"{name} has a __cuda_array_interface__ of a mask, or of shape {shape} with strides {strides}")
     device = cuda.get_current_device().id if 0 in shape else _device_of(name, pointer)
-    return View(name, kind, device, pointer or 0, shape, tuple(strides), dtype, bool(read_only), x)
+    return View(name, kind, device, pointer, shape, strides, dtype, read_only, x)
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -271,10 +284,37 @@ def require_shape(x: View, meaning: str, *expected: int | None) -> None:
 
 
 def require_integer(name: str, value: Any) -> int:
-    """The value as an int; raises TypeError unless it is one (bool is none)."""
+    """The value as an int; raises TypeError unless it is one (bool is none), ValueError where no 64 bits hold it."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} is {value!r}; it must be an integer")
+        raise TypeError(f"{name} is {shown(value)}; it must be an integer")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer of 64 bits")
     return int(value)
+
+
+def require_flag(name: str, value: Any) -> bool:
+    """The truth of the value; raises TypeError where it has none, as an array."""
+    try:
+        if not getattr(value, "shape", ()):
+            return bool(value)
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"{name} is {shown(value)}; it must be True or False")
+
+
+def require_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of the strings."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {shown(value)}; it must be one of: {', '.join(allowed)}")
+
+
+def shown(value: Any) -> str:
+    """A value in one short line, for messages."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        text = f"a {type(value).__qualname__} that is too long to write"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def require_one_place(views: list[View]) -> None:
@@ -319,6 +359,28 @@ def _share(a: View, b: View) -> bool:
         return True
 
 
+@functools.lru_cache(maxsize=256)
+def first_overlap(places: tuple[Place, ...]) -> tuple[int, int] | None:
+    """The numbers of two arrays that share memory, or None; remembered, since layers come again with every step.
+
+    Each place is an array's pointer, shape, strides and item size. Arrays in the order of their first addresses meet
+    only until one begins where another has ended, so that layers which lie apart are compared with their neighbours.
+    """
+    views = [
+        View("", "", HOST, pointer, shape, strides, np.dtype(f"V{itemsize}"), True, None)
+        for pointer, shape, strides, itemsize in places
+    ]
+    extents = [x.extent() for x in views]
+    order = sorted((n for n, x in enumerate(views) if 0 not in x.shape), key=lambda n: extents[n])
+    for at, n in enumerate(order):
+        for other in order[at + 1 :]:
+            if extents[other][0] >= extents[n][1]:
+                break
+            if _share(views[n], views[other]):
+                return min(n, other), max(n, other)
+    return None
+
+
 def resolve_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     """float32, float16 or bfloat16 from whatever names it: NumPy, ml_dtypes, PyTorch, CuPy or a string.
 
@@ -327,11 +389,14 @@ def resolve_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     TypeError
         It names none of the three.
     """
-    text = getattr(dtype, "__name__", None) or str(dtype).split(".")[-1]
+    try:
+        text = getattr(dtype, "__name__", None) or str(dtype).split(".")[-1]
+    except ValueError:  # an integer of more digits than Python writes
+        text = ""
     for candidate in FLOATS:
         if text == candidate.name:
             return candidate
-    raise TypeError(f"{name} is {dtype!r}; it must be one of: {', '.join(d.name for d in FLOATS)}")
+    raise TypeError(f"{name} is {shown(dtype)}; it must be one of: {', '.join(d.name for d in FLOATS)}")
 
 
 def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

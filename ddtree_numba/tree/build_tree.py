@@ -76,10 +76,9 @@ def build_tree(
 
     Source: github.com/liranringel/ddtree, ddtree.py; DDTree (arXiv 2604.12989).
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
+    arrays.require_one_of("variant", variant, VARIANTS)
     tree, problem = _checked(logprobs, token_ids, root_tokens, tree_budget, out)
-    if validate:
+    if arrays.require_flag("validate", validate):
         check_contents(problem)
     problem = _without_rows_behind(problem)
     if problem.batch == 0 and not variant.endswith("_numpy"):

@@ -30,7 +30,7 @@ from ddtree_numba import masks as on_host
 from ddtree_numba.device import arrays, runtime
 from ddtree_numba.device.arrays import BFLOAT16, FLOATS, View, contiguous_strides
 from ddtree_numba.device.bf16 import array_to_f32, from_f32, to_f32
-from ddtree_numba.device.launch import launch
+from ddtree_numba.device.launch import device_name, launch, shared_bytes_limit
 from ddtree_numba.tree import draft_tree
 from ddtree_numba.tree.draft_tree import DraftTree
 
@@ -122,7 +122,7 @@ def _result(name: str, given: Any, like: View, dtype: np.dtype[Any], axes: str, 
 
 
 def _mask_result(out: Any, like: View, batch: int, num_nodes: int, packed: bool) -> tuple[Any, View, int]:
-    if packed:
+    if arrays.require_flag("packed", packed):
         num_words = -(-num_nodes // 32)
         return *_result("out", out, like, UINT32, "[B, Q, ceil(Q/32)]", batch, num_nodes, num_words), 32
     return *_result("out", out, like, BOOL, "[B, Q, Q]", batch, num_nodes, num_nodes), 1
@@ -415,7 +415,7 @@ def links_from_parents(parents: Any, *, out: Any = None, validate: bool = False)
     tree = _per_node("parents", parents, INT32)
     results, links = _node_results(out, tree, INT32, "first_child", "next_sibling")
     _require_apart(links, [tree])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_parents(tree.to_host())
     batch, num_nodes = tree.shape
     _launch_items(links_kernel, batch, num_nodes, (tree, *links), 2)
@@ -456,7 +456,7 @@ def _parents_from_links(
     siblings = _per_node(names[1], next_sibling, dtype, like=children)
     out, parents = _result("out", out, children, INT32, "[B, Q]", *children.shape)
     _require_apart([parents], [children, siblings])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_links(names, children.to_host(), siblings.to_host())
     _launch_requests(parents_from_links_kernel, children.shape[0], (children, siblings, parents), 1)
     return out
@@ -492,7 +492,7 @@ def sglang_links(parents: Any, *, out: Any = None, validate: bool = False) -> tu
     names = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
     results, (index, *links) = _node_results(out, tree, INT64, *names)
     _require_apart([index, *links], [tree])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_parents(tree.to_host())
     batch, num_nodes = tree.shape
     _launch_items(global_index_kernel, batch, num_nodes, (index,), 1)
@@ -573,7 +573,7 @@ def depths_from_parents(parents: Any, *, out: Any = None, validate: bool = False
     tree = _per_node("parents", parents, INT32)
     out, depths = _result("out", out, tree, INT32, "[B, Q]", *tree.shape)
     _require_apart([depths], [tree])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_parents(tree.to_host())
     batch, num_nodes = tree.shape
     _launch_items(depths_kernel, batch, num_nodes, (tree, depths), 1)
@@ -610,7 +610,7 @@ def positions(cache_seqlens: Any, depths: Any, *, out: Any = None, validate: boo
     lengths = _lengths(cache_seqlens, batch)
     out, where = _result("out", out, deep, INT32, "[B, Q]", batch, num_nodes)
     _require_apart([where], [lengths, deep])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_lengths(lengths.to_host(), LARGEST_INT32 - (num_nodes - 1))
         values = deep.to_host()
         bad = (values < 0) | (values >= num_nodes)
@@ -709,9 +709,10 @@ def mask_from_parents(parents: Any, *, packed: bool = False, out: Any = None, va
     TypeError, ValueError
         As in `links_from_parents`; on the host also a parent that is no earlier node.
     """
+    packed = arrays.require_flag("packed", packed)
     if not _on_device("parents", parents):
         made = on_host.mask_from_parents(parents)
-        if validate:
+        if arrays.require_flag("validate", validate):
             _check_parents(np.asarray(parents))
         if packed:
             made = on_host.pack_mask(made)
@@ -720,7 +721,7 @@ def mask_from_parents(parents: Any, *, packed: bool = False, out: Any = None, va
     batch, num_nodes = tree.shape
     out, mask, bits_per_word = _mask_result(out, tree, batch, num_nodes, packed)
     _require_apart([mask], [tree])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_parents(tree.to_host())
     _launch_items(mask_kernel, batch, num_nodes * mask.shape[2], (tree, np.int32(bits_per_word), mask), 1)
     return out
@@ -753,7 +754,7 @@ def parents_from_mask(tree_mask: Any, *, out: Any = None, validate: bool = False
     batch, num_nodes, _ = mask.shape
     out, parents = _result("out", out, mask, INT32, "[B, Q]", batch, num_nodes)
     _require_apart([parents], [mask])
-    if validate:
+    if arrays.require_flag("validate", validate):
         words = mask.to_host()
         _check_words("tree_mask", words, bits_per_word, num_nodes)
         _check_tree_mask(words != 0 if bits_per_word == 1 else on_host.unpack_mask(words, num_nodes))
@@ -785,14 +786,14 @@ def pack_mask(mask: Any, *, out: Any = None, validate: bool = False) -> Any:
     """
     if not _on_device("mask", mask):
         made = on_host.pack_mask(mask)
-        if validate:
+        if arrays.require_flag("validate", validate):
             _check_words("mask", np.asarray(mask).view(np.uint8), 1, made.shape[-1])
         return _copy_out(out, made, "[.., Q, ceil(Q/32)]")
     bools, bits_per_word = _mask("mask", mask, BOOL)
     batch, num_nodes, _ = bools.shape
     out, words, bits_per_result = _mask_result(out, bools, batch, num_nodes, True)
     _require_apart([words], [bools])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("mask", bools.to_host(), bits_per_word, num_nodes)
     _repack(bools, bits_per_word, words, bits_per_result)
     return out
@@ -824,7 +825,7 @@ def unpack_mask(words: Any, num_nodes: int, *, out: Any = None, validate: bool =
     num_nodes = _integer("num_nodes", num_nodes, 1)
     if not _on_device("words", words):
         made = on_host.unpack_mask(words, num_nodes)
-        if validate:
+        if arrays.require_flag("validate", validate):
             _check_words("words", np.asarray(words), 32, num_nodes)
         return _copy_out(out, made, "[.., Q, Q]")
     packed = arrays.view("words", words)
@@ -833,7 +834,7 @@ def unpack_mask(words: Any, num_nodes: int, *, out: Any = None, validate: bool =
     _require_sizes(packed, packed.shape[0], num_nodes)
     out, mask, bits_per_result = _mask_result(out, packed, packed.shape[0], num_nodes, False)
     _require_apart([mask], [packed])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("words", packed.to_host(), 32, num_nodes)
     _repack(packed, 32, mask, bits_per_result)
     return out
@@ -921,7 +922,7 @@ def full_mask(tree_mask: Any, cache_seqlens: Any, seqlens_sum: int, *, out: Any 
     size = num_nodes * (seqlens_sum + batch * num_nodes)
     out, full = _result("out", out, mask, BOOL, "[Q * (seqlens_sum + B * Q)]", size)
     _require_apart([full], [mask, lengths])
-    if validate:
+    if arrays.require_flag("validate", validate):
         values = lengths.to_host()
         _check_lengths(values)
         if values.sum(dtype=np.int64) != seqlens_sum:
@@ -978,7 +979,7 @@ def tree_mask_from_full_mask(
         )
     out, tree_mask, bits_per_word = _mask_result(out, full, batch, num_nodes, packed)
     _require_apart([tree_mask], [full, lengths])
-    if validate:
+    if arrays.require_flag("validate", validate):
         values = lengths.to_host()
         _check_lengths(values)
         least = num_nodes * (int(values.sum(dtype=np.int64)) + batch * num_nodes)
@@ -1017,7 +1018,7 @@ def qlen_only_mask(tree_mask: Any, *, out: Any = None, validate: bool = False) -
     batch, num_nodes, _ = mask.shape
     out, flat = _result("out", out, mask, BOOL, "[B * Q * Q]", batch * num_nodes**2)
     _require_apart([flat], [mask])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("tree_mask", mask.to_host(), bits_per_word, num_nodes)
     _repack(mask, bits_per_word, _unflatten(flat, batch, num_nodes, num_nodes), 1)
     return out
@@ -1057,17 +1058,17 @@ def tree_mask_from_qlen_only(
     _require_sizes(flat, batch, num_nodes)
     out, tree_mask, bits_per_result = _mask_result(out, flat, batch, num_nodes, packed)
     _require_apart([tree_mask], [flat])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("mask", flat.to_host(), 1, num_nodes)
     _repack(_unflatten(flat, batch, num_nodes, num_nodes), 1, tree_mask, bits_per_result)
     return out
 
 
-def _bitpacked_dtype(num_nodes: int) -> np.dtype[Any]:
+def _bitpacked_dtype(name: str, num_nodes: int) -> np.dtype[Any]:
     """The integer that holds a row: the smallest of 8, 16 and 32 bits."""
     if num_nodes > 32:
         raise ValueError(
-            f"num_nodes is {num_nodes}; a bit-packed mask of one integer a node holds at most 32. The packed mask of "
+            f"{name} is {num_nodes}; a bit-packed mask of one integer a node holds at most 32. The packed mask of "
             "mask_from_parents(..., packed=True) and pack_mask holds any number"
         )
     return np.dtype(np.uint8 if num_nodes <= 8 else np.uint16 if num_nodes <= 16 else np.uint32)
@@ -1101,10 +1102,10 @@ def bitpacked_mask(tree_mask: Any, *, out: Any = None, validate: bool = False) -
     """
     mask, bits_per_word = _mask("tree_mask", tree_mask)
     batch, num_nodes, _ = mask.shape
-    dtype = _bitpacked_dtype(num_nodes)
+    dtype = _bitpacked_dtype("tree_mask's num_nodes", num_nodes)
     out, flat = _result("out", out, mask, dtype, "[B * Q]", batch * num_nodes)
     _require_apart([flat], [mask])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("tree_mask", mask.to_host(), bits_per_word, num_nodes)
     _repack(mask, bits_per_word, _unflatten(flat, batch, num_nodes, 1), 8 * dtype.itemsize)
     return out
@@ -1138,7 +1139,7 @@ def tree_mask_from_bitpacked(
         With ``validate``: a bit stands at or past Q.
     """
     num_nodes = _integer("num_nodes", num_nodes, 1)
-    dtype = _bitpacked_dtype(num_nodes)
+    dtype = _bitpacked_dtype("num_nodes", num_nodes)
     flat = _flat("words", words, dtype)
     batch, rest = divmod(flat.shape[0], num_nodes)
     if rest:
@@ -1146,7 +1147,7 @@ def tree_mask_from_bitpacked(
     _require_sizes(flat, batch, num_nodes)
     out, tree_mask, bits_per_result = _mask_result(out, flat, batch, num_nodes, packed)
     _require_apart([tree_mask], [flat])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("words", flat.to_host()[:, None], 8 * dtype.itemsize, num_nodes)
     _repack(_unflatten(flat, batch, num_nodes, 1), 8 * dtype.itemsize, tree_mask, bits_per_result)
     return out
@@ -1183,7 +1184,7 @@ def tensorrt_mask(tree_mask: Any, *, out: Any = None, validate: bool = False) ->
     num_words = -(-num_nodes // 32)
     out, words = _result("out", out, mask, INT32, "[B, Q, ceil(Q/32)]", batch, num_nodes, num_words)
     _require_apart([words], [mask])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("tree_mask", mask.to_host(), bits_per_word, num_nodes)
     _repack(mask, bits_per_word, replace(words, dtype=UINT32), 32)
     return out
@@ -1216,7 +1217,7 @@ def tree_mask_from_tensorrt(words: Any, *, packed: bool = False, out: Any = None
     batch, num_nodes, _ = signed.shape
     out, tree_mask, bits_per_result = _mask_result(out, signed, batch, num_nodes, packed)
     _require_apart([tree_mask], [signed])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_words("words", replace(signed, dtype=UINT32).to_host(), bits_per_word, num_nodes)
     _repack(replace(signed, dtype=UINT32), bits_per_word, tree_mask, bits_per_result)
     return out
@@ -1322,7 +1323,7 @@ def dense_bias(
     resolved = arrays.resolve_dtype("dtype", dtype)
     out, bias = _result("out", out, mask, resolved, axes, batch, num_nodes, longest + num_nodes)
     _require_apart([bias], [mask, lengths])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_lengths(lengths.to_host(), longest)
         _check_words("tree_mask", mask.to_host(), bits_per_word, num_nodes)
     args = (mask, np.int32(bits_per_word), lengths, bias)
@@ -1362,7 +1363,7 @@ def tree_mask_from_bias(bias: Any, *, packed: bool = False, out: Any = None, val
     _require_sizes(values, batch, num_nodes)
     out, tree_mask, bits_per_word = _mask_result(out, values, batch, num_nodes, packed)
     _require_apart([tree_mask], [values])
-    if validate:
+    if arrays.require_flag("validate", validate):
         x = array_to_f32(values.to_host())
         _refuse("bias", x, ~((x == 0) | np.isneginf(x)), "it must be 0 or -inf")
     args = (values, np.int32(bits_per_word), tree_mask)
@@ -1473,7 +1474,8 @@ def retrieve_indices(
     Raises
     ------
     TypeError, ValueError
-        As in `links_from_parents`; ``max_depth`` is negative, or ``max_leaves`` below 1.
+        As in `links_from_parents`; ``max_depth`` is negative, ``max_leaves`` below 1, or Q above the bytes of shared
+        memory of a block.
     ValueError
         With ``validate``: also a tree that is deeper than ``max_depth`` or has more than ``max_leaves`` leaves.
 
@@ -1482,11 +1484,14 @@ def retrieve_indices(
     """
     tree = _per_node("parents", parents, INT32)
     batch, num_nodes = tree.shape
+    limit = shared_bytes_limit(tree.device)
+    if num_nodes > limit:
+        raise ValueError(f"{tree} has Q = {num_nodes}; {device_name(tree.device)} has {limit} bytes of shared memory")
     width = _integer("max_depth", max_depth, 0) + 1
     rows = max(num_nodes - 1, 1) if max_leaves is None else _integer("max_leaves", max_leaves, 1)
     out, paths = _result("out", out, tree, INT32, "[B, max_leaves, max_depth + 1]", batch, rows, width)
     _require_apart([paths], [tree])
-    if validate:
+    if arrays.require_flag("validate", validate):
         values = tree.to_host()
         _check_parents(values)
         seen = on_host.mask_from_parents(values)
@@ -1535,7 +1540,7 @@ def parents_from_retrieve_indices(paths: Any, num_nodes: int, *, out: Any = None
         raise ValueError(f"{found} has no column; it must have at least one, for the root")
     out, parents = _result("out", out, found, INT32, "[B, Q]", batch, num_nodes)
     _require_apart([parents], [found])
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_paths(found.to_host(), num_nodes)
     _launch_requests(parents_from_paths_kernel, batch, (found, parents), 1)
     return out
@@ -1684,19 +1689,19 @@ def relabel(
     for name, x in (("tree", tree), ("out", out)):
         if not isinstance(x, DraftTree) and (name == "tree" or x is not None):
             raise TypeError(f"{name} is a {type(x).__name__}; it must be a DraftTree")
-    if order not in ORDERS:
-        raise ValueError(f"order is {order!r}; it must be one of: {', '.join(ORDERS)}")
+    arrays.require_one_of("order", order, ORDERS)
+    depth = _integer("tree.max_depth", tree.max_depth, 0)
     tokens = _per_node("tree.tokens", tree.tokens, INT32)
     batch, num_nodes = tokens.shape
     old = draft_tree.views(tree, batch, num_nodes, "tree.")
     if out is None:
-        out = draft_tree.empty_tree(tokens, batch, num_nodes - 1, tree.max_depth)
-    elif out.max_depth != tree.max_depth:
-        raise ValueError(f"out.max_depth is {out.max_depth}; it must be the tree's, {tree.max_depth}")
+        out = draft_tree.empty_tree(tokens, batch, num_nodes - 1, depth)
+    elif arrays.require_integer("out.max_depth", out.max_depth) != depth:
+        raise ValueError(f"out.max_depth is {out.max_depth}; it must be the tree's, {depth}")
     new = draft_tree.views(out, batch, num_nodes, "out.")
     permutation, new_order = _result("permutation", permutation, tokens, INT32, "[B, Q]", batch, num_nodes)
     _require_apart([*new.values(), new_order], list(old.values()))
-    if validate:
+    if arrays.require_flag("validate", validate):
         _check_tree({name: x.to_host() for name, x in old.items()})
     if batch == 0:
         return out, permutation
@@ -1766,7 +1771,7 @@ def inverse_permutation(permutation: Any, *, out: Any = None, validate: bool = F
     batch, num_nodes = found.shape
     out, inverse = _result("out", out, found, INT32, "[B, Q]", batch, num_nodes)
     _require_apart([inverse], [found])
-    if validate:
+    if arrays.require_flag("validate", validate):
         values = found.to_host()
         bad = (values < 0) | (values >= num_nodes)
         _refuse("permutation", values, bad, f"it must be between 0 and {num_nodes - 1}")

@@ -45,7 +45,7 @@ def topk_logprobs(logits: Any, k: int, *, variant: str = "auto", out: tuple[Any,
     TypeError
         An argument is no array that kernels take, or has the wrong dtype.
     ValueError
-        A wrong shape, device or variant; k above V or 1024; an output that overlaps an input.
+        A wrong shape, device or variant; k above V or 1024; 2**31 rows or more; an output that overlaps an input.
     RuntimeError
         There is no usable GPU and the simulator is off.
 
@@ -55,8 +55,7 @@ def topk_logprobs(logits: Any, k: int, *, variant: str = "auto", out: tuple[Any,
     and back. With ``out``, nothing is allocated, so a call can be captured in a CUDA graph. The order is that of the
     logits, exactly; the logsumexp is float32.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant is {variant!r}; it must be one of: {', '.join(VARIANTS)}")
+    arrays.require_one_of("variant", variant, VARIANTS)
     x = arrays.view("logits", logits)
     arrays.require_dtype(x, *FLOATS, np.uint16)
     arrays.require_shape(x, "[B, L, V]", None, None, None)
@@ -68,6 +67,8 @@ def topk_logprobs(logits: Any, k: int, *, variant: str = "auto", out: tuple[Any,
         raise ValueError(f"k is {k}; it must be between 1 and {min(MAX_K, vocabulary)}, and {x} has V = {vocabulary}")
     if vocabulary >= 2**31:
         raise ValueError(f"{x} has V = {vocabulary}; it must be less than 2**31")
+    if batch * length >= 2**31:
+        raise ValueError(f"{x} has {batch * length} rows; they must be less than 2**31")
     shape = (batch, length, k)
     if out is None:
         out = arrays.empty(x, shape, np.dtype(np.float32)), arrays.empty(x, shape, np.dtype(np.int32))
