@@ -212,12 +212,11 @@ class Llama:
                 hidden = np.arange(num_keys) > length + np.arange(num_nodes)[:, None]
                 for g in range(c.num_kv_heads):
                     heads = slice(g * per_slot, (g + 1) * per_slot)
-                    scores = np.einsum("qhn,kn->hqk", q[b, :, heads], rows[:, 1, g], optimize=True)
-                    scores *= np.float32(c.sm_scale)
+                    scores = q[b, :, heads].swapaxes(0, 1) @ (rows[:, 1, g].T * np.float32(c.sm_scale))
                     scores[:, hidden] = -np.inf
                     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
                     weights /= weights.sum(axis=2, keepdims=True)
-                    out[b, :, heads] = np.einsum("hqk,kn->qhn", weights, rows[:, 0, g], optimize=True)
+                    out[b, :, heads] = (weights @ rows[:, 0, g]).swapaxes(0, 1)
             return out
 
         return attend
