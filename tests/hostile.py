@@ -2551,8 +2551,8 @@ AT_RANDOM = """
 
 [tests/fuzz_arguments.py](../tests/fuzz_arguments.py) draws arguments of all kinds, right and wrong, and of hostile
 contents, and holds every result against the oracles. An exception that is not documented, a message that names no
-argument, a result that is off, a changed argument or a call that does not end counts as a failure. All takes three
-quarters of an hour on two cores, with `--operator` for each half.
+argument, a result that is off, a changed argument or a call that does not end counts as a failure. On one core
+all takes some three quarters of an hour.
 
 """
 
