@@ -1,7 +1,7 @@
 """Registers, shared memory and spills of every kernel on every architecture, compiled offline: no GPU, no driver.
 
 Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills registers, uses local memory, takes more
-registers than `MAX_REGISTERS`, or holds a double-precision instruction that does not belong there: attention and top-k
+registers than `MAX_REGISTERS`, or holds double-precision instructions other than where they belong: attention and top-k
 are float32 throughout, and a stray Python literal would be float64; the scores of the tree builders are float64 by
 contract, and accept_sampled takes uniforms of 64 bits. Needs the toolkit wheels of the extra ``compile``.
 """
@@ -362,7 +362,7 @@ def main() -> int:
     compiled = [(kernel, cc) for kernel, ccs in JOBS for cc in ccs]
     for (kernel, cc), found in zip(compiled, chain.from_iterable(found_all), strict=True):
         ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"])
-        ok = ok and (kernel.float64 or not found["float64"]) and found["registers"] <= MAX_REGISTERS[kernel.variant]
+        ok = ok and kernel.float64 == bool(found["float64"]) and 0 < found["registers"] <= MAX_REGISTERS[kernel.variant]
         rows.append({"kernel": kernel.name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": kernel.shared, "ok": ok})
     if options.json:
         print(json.dumps(rows, indent=2))

@@ -616,6 +616,8 @@ def _checked_temperature(given: Any) -> int:
 
 
 def _checked_top_k(given: Any) -> int:
+    if isinstance(given, int):
+        given = max(0, min(given, MAX_VOCABULARY + 1))  # of any size: beyond V it is no limit
     top_k = arrays.require_integer("top_k", given)
     return top_k if 0 < top_k <= MAX_VOCABULARY else 0
 

@@ -12,6 +12,8 @@ from ddtree_numba.decode.loop import BACKENDS, MODES, STAGES, Decoded, decode, l
 from ddtree_numba.decode.model_file import ModelFileError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ddtree_numba.decode.model import Loaded
 
 # Two float32 logits that should be equal differ by no more than this: the model adds up some thousands of terms.
@@ -110,7 +112,7 @@ def _compare(reply: Decoded, plain: Decoded, loaded: Loaded) -> tuple[bool, str]
     return gap <= NEAR_TIE, verdict + (": a near-tie, which rounding decides" if gap <= NEAR_TIE else "")
 
 
-def _print_statistics(console: object, replies: list[Decoded], plain: list[Decoded]) -> None:
+def _print_statistics(console: Console, replies: list[Decoded], plain: list[Decoded]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -122,7 +124,7 @@ def _print_statistics(console: object, replies: list[Decoded], plain: list[Decod
         table.add_row(
             *map(str, (n + 1, *found)), f"{reply.tokens_per_second:.1f}", alone, f"{reply.repeated_4grams:.0%}"
         )
-    console.print(table)  # type: ignore[attr-defined]
+    console.print(table)
     spent = replies[0].stages
     shares = [f"{name} {spent[name]:.2f} s ({spent[name] / replies[0].seconds:.0%})" for name in STAGES]
-    console.print("time: " + ", ".join(shares))  # type: ignore[attr-defined]
+    console.print("time: " + ", ".join(shares))
