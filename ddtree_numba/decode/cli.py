@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ddtree_numba.decode.loop import BACKENDS, MODES, STAGES, Decoded, decode, load, logit_gap
 from ddtree_numba.decode.model_file import ModelFileError
 
@@ -69,6 +71,11 @@ def _run(options: argparse.Namespace) -> int:
         for name in ("budget", "draft_positions", "max_tokens", "temperature", "top_k", "top_p", "seed")
     }
     settings |= {"loaded": loaded, "chat": not options.raw}
+    compared = options.mode != "autoregressive" and not options.no_compare
+    if loaded.model.xp is not np:
+        with notes.status("compiling kernels"):  # the clock of a reply is not to count that
+            for mode in (options.mode, "autoregressive") if compared else (options.mode,):
+                decode(options.prompt, mode=mode, **{**settings, "max_tokens": 1})
     replies = decode(options.prompt, mode=options.mode, on_tokens=show if streaming else None, **settings)
     if streaming:
         console.print()
@@ -82,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
         plot(replies, loaded.tokenizer, options.plot)
     same, verdicts = True, []
     plain: list[Decoded] = []
-    if options.mode != "autoregressive" and not options.no_compare:
+    if compared:
         with notes.status("decoding again, one token a step"):
             plain = decode(options.prompt, mode="autoregressive", **settings)
         for n, (reply, other) in enumerate(zip(replies, plain, strict=True)):

@@ -14,6 +14,8 @@ import numpy as np
 
 Drafter = Callable[[Sequence[Sequence[int]], int, int], np.ndarray]
 
+FLOOR = 1e-6  # votes of a token that is not in the context
+
 
 class PromptLookup:
     """Guesses that what came before comes again; needs no training.
@@ -35,18 +37,19 @@ class PromptLookup:
         self.longest = longest
 
     def __call__(self, contexts: Sequence[Sequence[int]], draft_positions: int, vocabulary: int) -> np.ndarray:
-        logits = np.empty((len(contexts), draft_positions, vocabulary), np.float32)
+        logits = np.full((len(contexts), draft_positions, vocabulary), np.log(FLOOR), np.float32)
         for b, context in enumerate(contexts):
             tokens = np.asarray(context, np.int64)
-            votes = np.full((draft_positions, vocabulary), 1e-6)
-            votes += 0.01 * np.bincount(tokens, minlength=vocabulary)
+            known, column, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+            votes = np.full((draft_positions, len(known)), FLOOR)
+            votes += 0.01 * counts
             # Whether the n tokens that end at place i are the last n; the last place itself does not count.
             same = np.ones(max(len(tokens) - 1, 0), np.bool_)
             for n in range(1, min(self.longest, len(tokens) - 1) + 1):
                 same[n - 1 :] &= tokens[: len(tokens) - n] == tokens[-n]
                 same[: n - 1] = False
                 for place in np.flatnonzero(same):
-                    behind = tokens[place + 1 : place + 1 + draft_positions]
+                    behind = column[place + 1 : place + 1 + draft_positions]
                     votes[np.arange(len(behind)), behind] += 8.0**n
-            logits[b] = np.log(votes)
+            logits[b][:, known] = np.log(votes)
         return logits

@@ -259,8 +259,14 @@ def decode(
     shape = (batch, draft_positions, model.config.vocabulary)
     live = list(range(batch))
     with _calm_blas(xp):
+        first: dict[tuple[int, ...], int] = {}
         for b, reply in enumerate(replies):
-            _prefill(model, [cache[b : b + 1] for cache in caches], reply.prompt_tokens[:-1])
+            same = first.setdefault(tuple(reply.prompt_tokens), b)
+            if same == b:
+                _prefill(model, [cache[b : b + 1] for cache in caches], reply.prompt_tokens[:-1])
+            else:  # several samples of one prompt
+                for cache in caches:
+                    cache[b] = cache[same]
         clock.start()
         while live:
             draft = np.zeros(shape, np.float32)
@@ -306,14 +312,20 @@ def _calm_blas(xp: Any) -> Iterator[None]:
         yield
 
 
-def logit_gap(model: Llama, ids: Sequence[int]) -> float:
-    """How far the likeliest next token's logit is from the second one's: 0 is a tie, which rounding decides."""
+def next_logits(model: Llama, ids: Sequence[int]) -> np.ndarray:
+    """Logits [V] of the token behind these, on the host, in one pass that knows nothing of trees."""
     xp = model.xp
     caches = model.new_caches(1, len(ids))
     _prefill(model, caches, ids[:-1])
     last, lengths = xp.asarray([ids[-1:]], np.int32), xp.asarray([len(ids) - 1], np.int32)
-    logits = model.logits(last, lengths[:, None], _causal(model, caches, lengths))
-    second, first = np.sort(logits[0, 0])[-2:] if xp is np else xp.sort(logits[0, 0])[-2:].get()
+    logits = model.logits(last, lengths[:, None], _causal(model, caches, lengths))[0, 0]
+    found: np.ndarray = logits if xp is np else logits.get()
+    return found
+
+
+def logit_gap(model: Llama, ids: Sequence[int]) -> float:
+    """How far the likeliest next token's logit is from the second one's: 0 is a tie, which rounding decides."""
+    second, first = np.sort(next_logits(model, ids))[-2:]
     return float(first - second)
 
 
