@@ -4,57 +4,51 @@
 accept_greedy, accept_sampled, target_probs, compact_kv and gather_accepted beside what PyTorch offers, a copy of 1 GiB
 as the ceiling of the memory, and a step as one CUDA graph with each of its stages alone. Each result is checked first,
 against the mirrors, NumPy in float64 or PyTorch's indexing; what is wrong is not timed, and the exit code says so.
-Columns of time, in microseconds:
+The columns of time are those of harness.py, and
 
-- microseconds, spread_microseconds: CUDA events around one call, with nothing of it in L2 and nothing there to write
-  back: 256 MiB are written and then read before each call. Median and interquartile range of `REPEATS`. For ``cpu``,
-  wall time.
-- dirty_microseconds: the same after writing alone, as bench_trees.py has it. Then L2 is full of lines that must be
-  written back before the call's own can take their places: 50 MB of them cost a call that reads as much some 12
-  microseconds of its own bandwidth. A call behind a kernel that writes much meets that, a call behind one that reads
-  much does not.
-- graph_us: a call's part of a CUDA graph of `GRAPH_CALLS` calls (fewer where they are long), nothing flushed. For a
-  step, one replay.
-- host_us: wall time until a call returns, which is before its kernel has run. For a step, without a graph.
+- dirty_microseconds: as microseconds, but L2 is full of lines that must be written back before the call's own can take
+  their places: 50 MB of them cost a call that reads as much some 12 microseconds of its own bandwidth. A call behind a
+  kernel that writes much meets that, a call behind one that reads much does not.
 
-Of compact_kv the moves are timed, as `DecodeStep` runs them, without the kernel that adds to the lengths; the stage
-``finish`` of a step does that. gb_per_s counts, over microseconds: argmax_tokens, the logits; accept_sampled, the rows
-of the accepted nodes; target_probs, logits and results; compact_kv and gather_accepted, what is read and written of
-rows. ``path`` is how many nodes a request has accepted, the root counted, on average.
+For a step, graph_us is one replay, host_us that of the launches without a graph, and sustained_us holds two small
+copies that set it back. Of compact_kv the moves are timed, as `DecodeStep` runs them, without the kernel that adds to
+the lengths; the stage ``finish`` of a step does that. gb_per_s is what the operator must move, as the functions beside
+it count, over microseconds. ``case`` also names the sweep over one size that a row belongs to; ``path`` is how many
+nodes a request has accepted, the root counted, on average.
 
 Needs PyTorch and nvidia-ml-py.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
-
-import bench_trees
+import harness
 import numpy as np
-from bench_trees import GRAPH_CALLS, GRAPH_REPEATS, MACHINE, WARM_UPS, Row, Times, commit_here, measured, spoil
-from rich.console import Console
-from rich.progress import track
-from tables import write_rows
+from harness import (
+    GRAPH_CALLS,
+    ITEMSIZE,
+    MACHINE,
+    Job,
+    Row,
+    Times,
+    ends,
+    measured,
+    nothing,
+    spoil,
+    wall_times,
+    with_rate,
+)
 
 import ddtree_numba as dd
 from ddtree_numba import step as step_module
-from ddtree_numba.accept import accepted, compact_kv, greedy, sampled
-from ddtree_numba.device import arrays, launch, runtime
+from ddtree_numba.accept import accepted, argmax_tokens, compact_kv, greedy, sampled, target_probs
+from ddtree_numba.device import arrays, launch
 
-REPEATS = 30
-GRAPH_MICROSECONDS = 20_000  # most that the calls of one graph take
-
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 LENGTH = 15  # L
 VOCABULARY = 163_840  # Kimi K2's
 TREE_VOCABULARY = 32_000  # of the tokens in the trees; no vocabulary here is smaller
@@ -79,6 +73,9 @@ SAMPLED = (
 PROBS_SHAPE, PROBS_DTYPE, TEMPERATURE = (8, 65, 163840), "bfloat16", 0.7
 FILTERS: tuple[tuple[int | None, float | None], ...] = ((None, None), (50, None), (None, 0.9), (50, 0.9))
 COMPACT = tuple((*size, page) for page in (64, 0) for size in ((61, 64, 6), (61, 64, 16), (61, 8, 6), (1, 8, 6)))
+# Sweeps: in place of one size of PROBS_SHAPE; and of the first of COMPACT.
+SWEPT_VOCABULARIES, SWEPT_BATCHES, SWEPT_NODES = (32000, 65536, 262144), (1, 4, 16), (9, 17, 33)
+SWEPT_PAGES = (1, 16, 256)
 HEAD_DIM, CAPACITY, TREE_NODES, COLUMNS = 576, 2048, 65, 16  # of a cache; of the trees; of the paths
 COPY_BYTES = 1 << 30
 GATHER = (8, 65, 7168)  # hidden states, of Kimi K2's width
@@ -92,25 +89,17 @@ STAGES = {
     "greedy": ("topk_logprobs", "build_tree", "prepare", "argmax_tokens", "accept_greedy", "compact_kv", "finish"),
     "sampled": (*("topk_logprobs", "build_tree", "prepare", "target_probs", "accept_sampled", "compact_kv", "finish"),),
 }
-TIMES = ("microseconds", "spread_microseconds", "dirty_microseconds", "graph_us", "host_us")
+TIMES = ("microseconds", "spread_microseconds", "dirty_microseconds", *harness.TIMES[2:])
 FIELDS = (
     *("operator", "case", "dtype", "B", "Q", "V", "layers", "path", "page_size", "variant", "checked", "right"),
     *(*TIMES, "gb_per_s", "repeats", "note", *MACHINE),
 )
 
 
-class Gpu(bench_trees.Gpu):
-    """All that needs PyTorch and a GPU. Tests put NumPy in its place."""
+class Gpu(harness.Gpu):
+    """Inputs, images of results, and peers. Tests put NumPy in its place."""
 
     # Inputs
-
-    def to_device(self, x: np.ndarray) -> Any:
-        """A copy on the GPU."""
-        return self.torch.from_numpy(x).cuda()
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """An uninitialised array."""
-        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device="cuda")
 
     def drafts(self, batch: int, k: int) -> tuple[Any, Any]:
         """Log-probabilities [B, L, k] and ids of a drafter that is sure of itself."""
@@ -155,31 +144,26 @@ class Gpu(bench_trees.Gpu):
 
     # What PyTorch offers
 
-    def argmax(self, logits: Any) -> Callable[[], Any]:
+    def argmax(self, logits: Any) -> Any:
         """The largest logit of each row."""
-        return lambda: self.torch.argmax(logits, -1)
+        return self.torch.argmax(logits, -1)
 
-    def multinomial(self, probs: Any) -> Callable[[], Any]:
+    def multinomial(self, probs: Any) -> Any:
         """A token of each row."""
-        rows = probs.flatten(0, 1)
-        return lambda: self.torch.multinomial(rows, 1).view(probs.shape[:2])
+        return self.torch.multinomial(probs.flatten(0, 1), 1).view(probs.shape[:2])
 
-    def softmax(self, logits: Any, top_k: int | None, top_p: float | None) -> Callable[[], Any]:
+    def softmax(self, logits: Any, top_k: int | None, top_p: float | None) -> Any:
         """Softmax with filters as engines have them: top_k by topk, top_p by sorting the row."""
         torch = self.torch
-
-        def call() -> Any:
-            x = logits.float() / TEMPERATURE
-            if top_k is not None:
-                x = x.masked_fill(x < torch.topk(x, top_k).values[..., -1:], -torch.inf)
-            if top_p is not None:
-                rising, ids = torch.sort(x, -1)
-                cut = torch.softmax(rising, -1).cumsum(-1) <= 1 - top_p
-                cut[..., -1] = False
-                x = torch.empty_like(x).scatter_(-1, ids, rising.masked_fill_(cut, -torch.inf))
-            return torch.softmax(x, -1)
-
-        return call
+        x = logits.float() / TEMPERATURE
+        if top_k is not None:
+            x = x.masked_fill(x < torch.topk(x, top_k).values[..., -1:], -torch.inf)
+        if top_p is not None:
+            rising, ids = torch.sort(x, -1)
+            cut = torch.softmax(rising, -1).cumsum(-1) <= 1 - top_p
+            cut[..., -1] = False
+            x = torch.empty_like(x).scatter_(-1, ids, rising.masked_fill_(cut, -torch.inf))
+        return torch.softmax(x, -1)
 
     def move(self, caches: list[Any], target: Any, source: Any) -> Callable[[], Any]:
         """Rows by index, layer after layer."""
@@ -191,11 +175,11 @@ class Gpu(bench_trees.Gpu):
 
         return call
 
-    def take(self, x: Any, nodes: Any) -> Callable[[], Any]:
+    def take(self, nodes: Any) -> Callable[[Any], Any]:
         """Rows [B, columns, ...] by index; the root's where there is no node."""
-        batch = self.torch.arange(len(x), device="cuda")[:, None]
+        batch = self.torch.arange(len(nodes), device="cuda")[:, None]
         at = nodes.long().clamp(min=0)
-        return lambda: x[batch, at]
+        return lambda x: x[batch, at]
 
     def copies(self) -> tuple[Any, Any]:
         """Two arrays, the first to be copied to the second."""
@@ -207,83 +191,17 @@ class Gpu(bench_trees.Gpu):
 
     def time(
         self,
-        call: Callable[[], Any],
+        call: Callable[..., Any],
         calls_in_graph: int = GRAPH_CALLS,
         *,
-        before: Callable[[], Any] = lambda: None,
+        inputs: tuple[Any, ...] = (),
+        before: Callable[[], Any] = nothing,
         replay: Callable[[], Any] | None = None,
     ) -> Times:
-        """The times of a call; of a graph, where its ``replay`` is given. ``before`` is run ahead and not timed.
-
-        0 ``calls_in_graph``: no graph.
-        """
-        median, spread = self.cold(replay or call, before, dirty=False)
-        dirty, _ = self.cold(replay or call, before, dirty=True)
-        if replay is not None:
-            graph = f"{self.warm(replay, before):.2f}"
-        elif calls_in_graph:
-            graph = f"{self.in_graph(call, max(1, min(calls_in_graph, int(GRAPH_MICROSECONDS / median)))):.2f}"
-        else:
-            graph = ""
-        host = self.host(call, before)
-        return dict(zip(TIMES, (f"{median:.1f}", f"{spread:.1f}", f"{dirty:.1f}", graph, f"{host:.1f}"), strict=True))
-
-    def cold(self, call: Callable[[], Any], before: Callable[[], Any], *, dirty: bool) -> tuple[float, float]:
-        """Median and interquartile range of the device time of a call from a flushed L2."""
-        times = []
-        for n in range(WARM_UPS + self.repeats):
-            before()
-            self.flush.zero_()
-            if not dirty:
-                self.flush.view(self.torch.int64).sum()  # reads all, so that what was written leaves L2
-            microseconds = self.between_events(call)
-            if n >= WARM_UPS:
-                times.append(microseconds)
-        quarters = statistics.quantiles(times, n=4)
-        return statistics.median(times), quarters[2] - quarters[0]
-
-    def warm(self, call: Callable[[], Any], before: Callable[[], Any]) -> float:
-        """Device time of a call with nothing flushed, median."""
-        times = []
-        for _ in range(1 + GRAPH_REPEATS):
-            before()
-            times.append(self.between_events(call))
-        return statistics.median(times[1:])
-
-    def host(self, call: Callable[[], Any], before: Callable[[], Any]) -> float:
-        """Wall time until a call returns, median."""
-        times = []
-        for _ in range(self.repeats):
-            before()
-            self.torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-        self.torch.cuda.synchronize()
-        return statistics.median(times)
-
-    def wall(self, call: Callable[[], Any]) -> Times:
-        """Wall time of a call that waits for its results, median and interquartile range."""
-        times = []
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-        quarters = statistics.quantiles(times, n=4)
-        values = (f"{statistics.median(times):.1f}", f"{quarters[2] - quarters[0]:.1f}")
-        return dict(zip(TIMES, values, strict=False))
-
-    def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """What replays a call, which has run before, as one CUDA graph."""
-        graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph):
-            call()
-        return graph.replay
-
-    def free(self) -> None:
-        """Give memory back that nothing holds."""
-        gc.collect()
-        self.torch.cuda.empty_cache()
+        """The usual times, and that with L2 full of what must be written back."""
+        found = super().time(call, calls_in_graph, inputs=inputs, before=before, replay=replay)
+        dirty, _ = self.alone(replay or partial(call, *inputs), before, dirty=True)
+        return {**found, "dirty_microseconds": f"{dirty:.1f}"}
 
 
 # Inputs and checks, on host arrays
@@ -300,9 +218,14 @@ def spelled(tree: dd.DraftTree, share: float) -> np.ndarray:
     return tokens
 
 
+def roots_of(gpu: Any, batch: int) -> Any:
+    """Any root tokens [B]."""
+    return gpu.to_device(np.arange(batch, dtype=np.int32))
+
+
 def drafted(gpu: Any, batch: int, num_nodes: int) -> dd.DraftTree:
     """Trees of a drafter that is sure of itself."""
-    return dd.build_tree(*gpu.drafts(batch, num_nodes - 1), gpu.roots(batch), num_nodes - 1)
+    return dd.build_tree(*gpu.drafts(batch, num_nodes - 1), roots_of(gpu, batch), num_nodes - 1)
 
 
 def walked(tree: dd.DraftTree) -> tuple[Any, Any, Any, Any]:
@@ -376,41 +299,37 @@ def paths_by_hand(batch: int, count: int, num_nodes: int, room: int) -> tuple[np
 # Measurements
 
 
-def with_bandwidth(row: Row, nbytes: int) -> Row:
-    """The row with GB/s, if it was timed."""
-    if "microseconds" in row:
-        row["gb_per_s"] = f"{nbytes / float(row['microseconds']) / 1e3:.0f}"
-    return row
-
-
-def argmax_rows(gpu: Any, shape: tuple[int, int, int], dtype: str) -> Iterator[Row]:
-    """argmax_tokens, and PyTorch's argmax, which may choose among equals."""
+def argmax_rows(
+    gpu: Any,
+    shape: tuple[int, int, int],
+    dtype: str,
+    sweep: str = "",
+    others: dict[str, Callable[..., Any]] | None = None,
+) -> Iterator[Row]:
+    """argmax_tokens and ``others`` of its signature, and PyTorch's argmax, which may choose among equals."""
     logits = gpu.logits(shape, dtype)
     host = gpu.to_host(logits)
     expected = host.argmax(-1)
     largest = np.take_along_axis(host, expected[..., None], -1)
     out = gpu.empty(shape[:2], "int32")
-    known = {"operator": "argmax_tokens", "dtype": dtype, "checked": "all rows"}
+    known = {"operator": "argmax_tokens", "case": sweep, "dtype": dtype, "checked": "all rows"}
     known |= dict(zip("BQV", shape, strict=True))
+    ours = {"argmax_tokens": dd.argmax_tokens, **(others or {})}
+    calls = {name: partial(operator, out=out) for name, operator in ours.items()} | {"torch_argmax": gpu.argmax}
+    for variant, call in calls.items():
 
-    def ours() -> Any:
-        return dd.argmax_tokens(logits, out=out)
+        def right(variant: str = variant, call: Callable[..., Any] = call) -> bool:
+            spoil(out)
+            found = gpu.to_host(call(logits))
+            if variant in ours:
+                return np.array_equal(found, expected)
+            return np.array_equal(np.take_along_axis(host, found[..., None], -1), largest)
 
-    def right() -> bool:
-        spoil(out)
-        return np.array_equal(gpu.to_host(ours()), expected)
-
-    theirs = gpu.argmax(logits)
-
-    def right_of_torch() -> bool:
-        return np.array_equal(np.take_along_axis(host, gpu.to_host(theirs())[..., None], -1), largest)
-
-    for variant, check, call in (("argmax_tokens", right, ours), ("torch_argmax", right_of_torch, theirs)):
-        row = measured({**known, "variant": variant}, gpu, check, call, gpu.time)
-        yield with_bandwidth(row, logits.shape[0] * shape[1] * shape[2] * ITEMSIZE[dtype])
+        row = measured({**known, "variant": variant}, gpu, right, call, partial(gpu.time, inputs=(logits,)))
+        yield with_rate(row, "gb_per_s", argmax_tokens.bytes_moved(*shape, ITEMSIZE[dtype]))
 
 
-def greedy_rows(gpu: Any, batch: int, num_nodes: int) -> Iterator[Row]:
+def greedy_rows(gpu: Any, batch: int, num_nodes: int, sweep: str = "") -> Iterator[Row]:
     """accept_greedy, and the walk in Python behind copies to the host; nothing is copied back."""
     tree = drafted(gpu, batch, num_nodes)
     host = tree.to_host()
@@ -419,7 +338,7 @@ def greedy_rows(gpu: Any, batch: int, num_nodes: int) -> Iterator[Row]:
     out = dd.Accepted.empty(targets, batch, tree.max_depth)
     expected = dd.Accepted.empty(tokens, batch, tree.max_depth)
     greedy.mirror(*walked(host), tokens, no_stop(batch), *columns(expected))
-    known = {"operator": "accept_greedy", "B": batch, "Q": num_nodes, "checked": "all requests"}
+    known = {"operator": "accept_greedy", "case": sweep, "B": batch, "Q": num_nodes, "checked": "all requests"}
     known["path"] = f"{expected.num_accepted.mean():.1f}"
 
     def ours() -> Any:
@@ -436,11 +355,13 @@ def greedy_rows(gpu: Any, batch: int, num_nodes: int) -> Iterator[Row]:
         paths = zip(expected.nodes, expected.num_accepted, expected.bonus_tokens, strict=True)
         return on_cpu() == [(nodes[:count].tolist(), int(bonus)) for nodes, count, bonus in paths]
 
-    yield measured({**known, "variant": "accept_greedy"}, gpu, right, ours, gpu.time)
-    yield measured({**known, "variant": "cpu"}, gpu, right_on_cpu, on_cpu, gpu.wall)
+    row = measured({**known, "variant": "accept_greedy"}, gpu, right, ours, gpu.time)
+    yield with_rate(row, "gb_per_s", greedy.bytes_moved(batch, num_nodes, tree.max_depth))
+    on_wall = partial(wall_times, repeats=gpu.repeats)
+    yield measured({**known, "variant": "cpu"}, gpu, right_on_cpu, on_cpu, on_wall)
 
 
-def sampled_rows(gpu: Any, shape: tuple[int, int, int], dtype: str) -> Iterator[Row]:
+def sampled_rows(gpu: Any, shape: tuple[int, int, int], dtype: str, sweep: str = "") -> Iterator[Row]:
     """accept_sampled, which reads the rows that its walk visits, and PyTorch's multinomial over all rows."""
     batch, num_nodes, vocabulary = shape
     tree = drafted(gpu, batch, num_nodes)
@@ -453,59 +374,64 @@ def sampled_rows(gpu: Any, shape: tuple[int, int, int], dtype: str) -> Iterator[
     out = dd.Accepted.empty(probs, batch, tree.max_depth)
     expected = dd.Accepted.empty(seeds, batch, tree.max_depth)
     sampled.mirror(*walked(host), on_host, seeds, positions, None, no_stop(batch), *columns(expected))
-    known = {"operator": "accept_sampled", "dtype": dtype, "path": f"{expected.num_accepted.mean():.1f}"}
-    known |= dict(zip("BQV", shape, strict=True))
+    known = {"operator": "accept_sampled", "case": sweep, "dtype": dtype, **dict(zip("BQV", shape, strict=True))}
+    timer = partial(gpu.time, inputs=(probs,))
 
-    def ours() -> Any:
+    def ours(probs: Any) -> Any:
         return dd.accept_sampled(tree, probs, **draws, out=out)
 
     def right() -> bool:
         spoil(*columns(out))
-        return same_paths(gpu, ours(), expected)
+        return same_paths(gpu, ours(probs), expected)
 
-    row = {**known, "variant": "accept_sampled", "checked": "all requests"}
-    nbytes = int(expected.num_accepted.sum()) * vocabulary * ITEMSIZE[dtype]
-    yield with_bandwidth(measured(row, gpu, right, ours, gpu.time), nbytes)
-
-    theirs = gpu.multinomial(probs)
+    row = {**known, "path": f"{expected.num_accepted.mean():.1f}", "variant": "accept_sampled"}
+    row = measured({**row, "checked": "all requests"}, gpu, right, ours, timer)
+    nbytes = sampled.bytes_moved(int(expected.num_accepted.sum()), vocabulary, ITEMSIZE[dtype])
+    yield with_rate(row, "gb_per_s", nbytes)
 
     def possible() -> bool:
-        return bool(np.all(np.take_along_axis(on_host, gpu.to_host(theirs())[..., None], -1) > 0))
+        tokens = gpu.to_host(gpu.multinomial(probs))
+        return bool(np.all(np.take_along_axis(on_host, tokens[..., None], -1) > 0))
 
-    row = {**known, "variant": "torch_multinomial", "path": "", "checked": "no impossible token"}
-    yield measured(row, gpu, possible, theirs, lambda call: gpu.time(call, 0))
+    row = {**known, "variant": "torch_multinomial", "checked": "no impossible token"}
+    yield measured(row, gpu, possible, gpu.multinomial, partial(timer, calls_in_graph=0))
 
 
-def probs_rows(gpu: Any, top_k: int | None, top_p: float | None) -> Iterator[Row]:
+def probs_rows(
+    gpu: Any, top_k: int | None, top_p: float | None, shape: tuple[int, int, int] | None = None, sweep: str = ""
+) -> Iterator[Row]:
     """target_probs, and PyTorch's operators, which cut ties as they come."""
-    shape, dtype = PROBS_SHAPE, PROBS_DTYPE
+    shape, dtype = shape or PROBS_SHAPE, PROBS_DTYPE
     logits = gpu.logits(shape, dtype)
     out = gpu.empty(shape, "float32")
     filters = [f"{name} {x}" for name, x in (("top_k", top_k), ("top_p", top_p)) if x is not None]
-    known = {"operator": "target_probs", "case": ", ".join(filters) or "no filter", "dtype": dtype}
+    case = ", ".join(filters) or "no filter"
+    known = {"operator": "target_probs", "case": f"{case}, {sweep}" if sweep else case, "dtype": dtype}
     known |= dict(zip("BQV", shape, strict=True))
     at = sorted({(0, 0), (shape[0] // 2, shape[1] // 2), (shape[0] - 1, shape[1] - 1)})
-    nbytes = shape[0] * shape[1] * shape[2] * (ITEMSIZE[dtype] + 4)
+    nbytes = target_probs.bytes_moved(*shape, ITEMSIZE[dtype])
+    timer = partial(gpu.time, inputs=(logits,))
 
-    def ours() -> Any:
+    def ours(logits: Any) -> Any:
         return dd.target_probs(logits, TEMPERATURE, top_k, top_p, out=out)
+
+    def theirs(logits: Any) -> Any:
+        return gpu.softmax(logits, top_k, top_p)
 
     def right() -> bool:
         spoil(out)
-        probs = ours()
+        probs = ours(logits)
         return all(right_law(gpu.to_host(logits[place]), gpu.to_host(probs[place]), top_k, top_p) for place in at)
 
     row = {**known, "variant": "target_probs", "checked": f"rows {', '.join(f'{b}:{q}' for b, q in at)}"}
-    yield with_bandwidth(measured(row, gpu, right, ours, gpu.time), nbytes)
-
-    theirs = gpu.softmax(logits, top_k, top_p)
+    yield with_rate(measured(row, gpu, right, ours, timer), "gb_per_s", nbytes)
 
     def right_sums() -> bool:
-        probs = theirs()
+        probs = theirs(logits)
         return all(abs(gpu.to_host(probs[place]).astype(np.float64).sum() - 1) < 1e-4 for place in at)
 
     row = {**known, "variant": "torch_eager", "checked": "sums"}
-    yield with_bandwidth(measured(row, gpu, right_sums, theirs, gpu.time), nbytes)
+    yield with_rate(measured(row, gpu, right_sums, theirs, timer), "gb_per_s", nbytes)
 
 
 def caches_of(gpu: Any, layers: int, batch: int, capacity: int, page_size: int) -> tuple[list[Any], np.ndarray | None]:
@@ -519,7 +445,7 @@ def caches_of(gpu: Any, layers: int, batch: int, capacity: int, page_size: int) 
     return [gpu.fill(gpu.empty(shape, "bfloat16"), layer) for layer in range(layers)], table
 
 
-def compact_rows(gpu: Any, layers: int, batch: int, count: int, page_size: int) -> Iterator[Row]:
+def compact_rows(gpu: Any, layers: int, batch: int, count: int, page_size: int, sweep: str = "") -> Iterator[Row]:
     """compact_kv, and PyTorch's indexing, layer after layer."""
     caches, table = caches_of(gpu, layers, batch, CAPACITY, page_size)
     nodes, counts = paths_by_hand(batch, count, TREE_NODES, COLUMNS)
@@ -538,11 +464,12 @@ def compact_rows(gpu: Any, layers: int, batch: int, count: int, page_size: int) 
     block_table = None if table is None else gpu.to_device(table)
     lengths = gpu.to_device(start)
     view = arrays.view("cache_seqlens", lengths)
-    some = {layer: caches[layer] for layer in bench_trees.ends(layers)}
+    some = {layer: caches[layer] for layer in ends(layers)}
     known = {"operator": "compact_kv", "dtype": "bfloat16", "B": batch, "Q": TREE_NODES, "layers": layers}
-    known |= {"path": count, "page_size": page_size or "", "case": "paged" if page_size else "contiguous"}
+    case = "paged" if page_size else "contiguous"
+    known |= {"path": count, "page_size": page_size or "", "case": f"{case}, {sweep}" if sweep else case}
     known["checked"] = f"layers {', '.join(map(str, some))}"
-    nbytes = 2 * layers * batch * (count - 1) * HEAD_DIM * ITEMSIZE["bfloat16"]
+    nbytes = compact_kv.bytes_moved(batch * (count - 1), layers, HEAD_DIM * ITEMSIZE["bfloat16"])
 
     def after(call: Callable[[], Any]) -> bool:
         for layer, cache in some.items():
@@ -562,7 +489,8 @@ def compact_rows(gpu: Any, layers: int, batch: int, count: int, page_size: int) 
 
     theirs = gpu.move(caches, target, source)
     for variant, check, call in (("compact_kv", right, ours), ("torch_index", lambda: after(theirs), theirs)):
-        yield with_bandwidth(measured({**known, "variant": variant}, gpu, check, call, gpu.time), nbytes)
+        row = measured({**known, "variant": variant}, gpu, check, call, gpu.time)
+        yield with_rate(row, "gb_per_s", nbytes)
 
 
 def copy_rows(gpu: Any) -> Iterator[Row]:
@@ -579,7 +507,7 @@ def copy_rows(gpu: Any) -> Iterator[Row]:
         return gpu.same(image, target)
 
     row = {"operator": "copy", "case": f"{COPY_BYTES >> 20} MiB", "variant": "torch_copy", "checked": "all bytes"}
-    yield with_bandwidth(measured(row, gpu, right, call, gpu.time), 2 * COPY_BYTES)
+    yield with_rate(measured(row, gpu, right, call, gpu.time), "gb_per_s", 2 * COPY_BYTES)
 
 
 def gather_rows(gpu: Any, shape: tuple[int, int, int]) -> Iterator[Row]:
@@ -592,23 +520,24 @@ def gather_rows(gpu: Any, shape: tuple[int, int, int]) -> Iterator[Row]:
     taken = gpu.to_host(x)[np.arange(shape[0])[:, None], nodes[:, :count]]
     known = {"operator": "gather_accepted", "case": f"rows of {shape[2]}", "dtype": "bfloat16", "path": count}
     known |= {"B": shape[0], "Q": shape[1], "checked": "all rows"}
-    nbytes = shape[0] * (count + COLUMNS) * shape[2] * ITEMSIZE["bfloat16"]
+    nbytes = compact_kv.gathered_bytes(shape[0] * count, shape[0] * COLUMNS, shape[2] * ITEMSIZE["bfloat16"])
 
-    def ours() -> Any:
+    def ours(x: Any) -> Any:
         return dd.gather_accepted(x, path, out=out)
 
     def right() -> bool:
         spoil(out)
-        found = gpu.to_host(ours())
+        found = gpu.to_host(ours(x))
         return np.array_equal(found[:, :count], taken) and not found[:, count:].any()
 
-    theirs = gpu.take(x, path.nodes)
+    theirs = gpu.take(path.nodes)
 
     def right_of_torch() -> bool:
-        return np.array_equal(gpu.to_host(theirs())[:, :count], taken)
+        return np.array_equal(gpu.to_host(theirs(x))[:, :count], taken)
 
     for variant, check, call in (("gather_accepted", right, ours), ("torch_index", right_of_torch, theirs)):
-        yield with_bandwidth(measured({**known, "variant": variant}, gpu, check, call, gpu.time), nbytes)
+        row = measured({**known, "variant": variant}, gpu, check, call, partial(gpu.time, inputs=(x,)))
+        yield with_rate(row, "gb_per_s", nbytes)
 
 
 def step_rows(gpu: Any, case: str) -> Iterator[Row]:
@@ -617,7 +546,7 @@ def step_rows(gpu: Any, case: str) -> Iterator[Row]:
     batch, budget, vocabulary = sizes["batch"], sizes["tree_budget"], sizes["vocabulary"]
     drafts = gpu.logits((batch, sizes["draft_positions"], vocabulary), "bfloat16") * SHARPNESS
     logits = gpu.logits((batch, budget + 1, vocabulary), "bfloat16")
-    first_roots, first_lengths = gpu.roots(batch), gpu.to_device(np.full(batch, STEP_PREFIX, np.int32))
+    first_roots, first_lengths = roots_of(gpu, batch), gpu.to_device(np.full(batch, STEP_PREFIX, np.int32))
     roots, lengths = gpu.to_device(np.zeros(batch, np.int32)), gpu.to_device(np.zeros(batch, np.int32))
     caches, table = caches_of(gpu, STEP_LAYERS, batch, CAPACITY, PAGE_SIZE)
     block_table = gpu.to_device(table)
@@ -643,7 +572,7 @@ def step_rows(gpu: Any, case: str) -> Iterator[Row]:
 
     def fresh() -> None:
         start()
-        for layer in bench_trees.ends(len(caches)):
+        for layer in ends(len(caches)):
             gpu.fill(caches[layer], layer)
 
     fresh()
@@ -684,7 +613,7 @@ def step_rows(gpu: Any, case: str) -> Iterator[Row]:
             lambda: dd.accept_sampled(tree, choice, seeds=seeds, positions=step.live_lengths, out=path),
         ),
         "compact_kv": (
-            [caches[layer] for layer in bench_trees.ends(len(caches))],
+            [caches[layer] for layer in ends(len(caches))],
             lambda: compact_kv.run(compact_kv.moves_of(caches, live, path, block_table)),
         ),
         "finish": ([roots, lengths], lambda: again_own(1)),
@@ -729,10 +658,27 @@ def step_rows(gpu: Any, case: str) -> Iterator[Row]:
         yield row
 
 
-def jobs(quick: bool) -> list[tuple[Callable[..., Iterator[Row]], tuple[Any, ...]]]:
+def sweeps() -> Iterator[tuple[Callable[..., Iterator[Row]], str, tuple[Any, ...]]]:
+    """Each operator over one size after the other."""
+    batch, num_nodes, vocabulary = PROBS_SHAPE
+    shapes = [("V sweep", (batch, num_nodes, v)) for v in SWEPT_VOCABULARIES]
+    shapes += [("B sweep", (b, num_nodes, vocabulary)) for b in SWEPT_BATCHES]
+    shapes += [("Q sweep", (batch, q, vocabulary)) for q in SWEPT_NODES]
+    for name, shape in shapes:
+        yield argmax_rows, name, (shape, "bfloat16")
+        yield sampled_rows, name, (shape, "bfloat16")
+        yield probs_rows, name, (50, 0.9, shape)
+        if name != "V sweep":
+            yield greedy_rows, name, shape[:2]
+    layers, batch, count, _ = COMPACT[0]
+    for page_size in SWEPT_PAGES:
+        yield compact_rows, "page sweep", (layers, batch, count, page_size)
+
+
+def jobs(gpu: Any, quick: bool) -> list[Job]:
     """The measurements one after the other; the first of each kind with ``quick``."""
     few = slice(1) if quick else slice(None)
-    return [
+    every: list[tuple[Callable[..., Iterator[Row]], tuple[Any, ...]]] = [
         *((argmax_rows, job) for job in ARGMAX[few]),
         *((greedy_rows, job) for job in GREEDY[few]),
         *((sampled_rows, job) for job in SAMPLED[few]),
@@ -741,55 +687,28 @@ def jobs(quick: bool) -> list[tuple[Callable[..., Iterator[Row]], tuple[Any, ...
         *((compact_rows, job) for job in COMPACT[few]),
         (gather_rows, (GATHER,)),
         *((step_rows, (case,)) for case in tuple(STAGES)[few]),
+        *(() if quick else ((rows, (*given, name)) for rows, name, given in sweeps())),
     ]
+    return [partial(rows, gpu, *given) for rows, given in every]
 
 
-def rows_of(gpu: Any, job: Callable[..., Iterator[Row]], given: tuple[Any, ...]) -> list[Row]:
-    """The rows of a job; one that is not right where its inputs cannot be made. Then its memory is free again."""
-    rows: list[Row] = []
-    try:
-        rows.extend(job(gpu, *given))
-    except Exception as error:  # one job must not cost the others
-        note = f"{job.__name__}{given}: {type(error).__name__}: {error}".replace("\n", " ")
-        rows.append({"operator": job.__name__, "variant": "", "right": False, "note": note, **gpu.machine()})
-    gpu.free()
-    return rows
+def argmax_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+    """An argmax of someone else beside ours and PyTorch's."""
+    for shape, dtype in ARGMAX:
+        yield from argmax_rows(gpu, shape, dtype, others={name: call})
 
 
 def line(row: Row) -> str:
     """A row for people."""
     sizes = ",".join(str(row.get(name, "")) for name in ("B", "Q", "V", "layers", "path"))
-    text = f"{row['operator']:16}{row.get('case', ''):21} {row.get('dtype', ''):9}{sizes:22} {row['variant']:18}"
-    text += " ".join(f"{row.get(name, ''):>9}" for name in (*TIMES, "gb_per_s"))
-    return f"{text} {row.get('note', '')}{'' if row['right'] else '  WRONG'}"
+    text = f"{row.get('operator', ''):16}{row.get('case', ''):29} {row.get('dtype', ''):9}{sizes:22} "
+    return f"{text}{row['variant']:18}{harness.times_of(row)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, print; 1 when a result of ours was wrong, 2 when nothing can be measured here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiling/results/local"), help="folder for the CSV")
-    parser.add_argument("--commit", help="commit that is measured; default: what git says")
-    parser.add_argument("--quick", action="store_true", help="one of each kind, to accept_quick.csv")
-    options = parser.parse_args(arguments)
-    if runtime.SIMULATOR:
-        print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
-        return 2
-    try:
-        gpu = Gpu(options.commit or commit_here(), 5 if options.quick else REPEATS)
-    except ImportError as error:
-        needs = "this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py"
-        print(f"{error}: {needs}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"this measures a GPU, and there is none: {error}", file=sys.stderr)
-        return 2
-    every = track(jobs(options.quick), "measuring", console=Console(stderr=True))
-    rows = [row for job, given in every for row in rows_of(gpu, job, given)]
-    write_rows(options.out / ("accept_quick.csv" if options.quick else "accept.csv"), rows, FIELDS)
-    print(f"{'B,Q,V,layers,path':>63} {'':25}" + " ".join(f"{name:>9.9}" for name in (*TIMES, "gb_per_s")))
-    for row in rows:
-        print(line(row))
-    return 0 if all(row["right"] for row in rows if row["variant"] not in PEERS) else 1
+    """Measure, print, write."""
+    count = lambda quick: len(jobs(None, quick))  # noqa: E731
+    return harness.main(__doc__, "accept", FIELDS, jobs, count, line, Gpu, arguments, PEERS)
 
 
 if __name__ == "__main__":

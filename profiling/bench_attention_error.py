@@ -1,34 +1,35 @@
-"""Errors of attention against the number of keys, on this GPU, as CSV.
+"""Errors of attention against the number of keys, the spread of the logits and the dtype, on this GPU, as CSV.
 
 ``python profiling/bench_attention_error.py --out profiling/results/nvidia-h200`` writes attention_error.csv there: the
-relative Frobenius error of out against float64, in float32, with the bound that docs/numerics.md derives for it. One
-request, 8 heads, 9 nodes, D = 576; logits of standard deviation 2 nats, and 0.02, where the softmax is all but flat.
-Variants: three_phase (as far as its score row goes), flash, PyTorch's eager attention, and `naive`: kernels of this
-script that add up each sum one term after the other, as the formula reads.
+relative Frobenius error of out against float64, with the bound that docs/numerics.md derives for it in float32; in 16
+bits it is twice the error of casting the exact result. One request, 8 heads, 9 nodes, D = 576.
+
+- Keys: logits of standard deviation 2 nats, and in float32 also 0.02, where the softmax is all but flat.
+- Logits: `SWEPT_KEYS` keys, spreads from flat to a softmax that picks single keys.
+
+Variants: three_phase (as far as its score row goes), flash, PyTorch's eager attention, the Triton kernel of the other
+benchmark, and, in float32, `naive`: kernels of this script that add up each sum one term after the other, as the
+formula reads. max_ulp is max_abs in units in the last place, which are as large as the spacing of the output dtype's
+numbers at the largest absolute value of the exact out: rounding that result is half a unit at most.
 
 Needs PyTorch and nvidia-ml-py.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
-
-from bench_trees import MACHINE, Row, commit_here, spoil
-from bench_verify_attention import EVEN, WAYS, Case, Gpu, bounds, planned
-from rich.console import Console
-from rich.progress import track
-from tables import write_rows
+import harness
+import peers
+from bench_verify_attention import EVEN, WAYS, Case, Gpu, bound_to, bounds, planned, short
+from harness import MACHINE, Job, Row, note_of, spoil
 
 import ddtree_numba as dd
-from ddtree_numba.device import runtime
 
 import numpy as np  # isort: skip  (numba.cuda follows the package, which chooses the backend)
 from numba import cuda  # isort: skip
@@ -39,15 +40,22 @@ KEYS = (
     *(16, 32, 64, 97, 128, 256, 512, 1000, 1024, 2048, 4096, 4097, 8192, 16384, 20001),
     *(32768, 50001, 65536, 100003, 131072),
 )  # of the longest row: prefix and tree
+FEW_KEYS = (64, 512, 4096)  # with --quick
 LOGIT_STDS = (2.0, 0.02)
-VARIANTS = ("three_phase", "flash", "torch_eager", "naive")
+SWEPT_KEYS = 4097  # of the sweep over the logits; one of KEYS, so that both sweeps share its rows of LOGIT_STDS
+SWEPT_STDS = (0.1, 0.5, 1.0, 4.0, 8.0, 16.0, 32.0)
+FEW_STDS = (0.02, 0.5, 8.0)
+HALVES = ("bfloat16", "float16")
+MOST_KEYS = 8192  # of 16 bits: up to here flash takes one set of tiles, and is compiled once
+VARIANTS = ("three_phase", "flash", "torch_eager", "triton", "naive")
+MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits behind the leading one
 THREADS = 64
 ZERO = np.float32(0.0)
 NEG_INF = np.float32(-np.inf)
 
 FIELDS = (
-    *("keys", "logit_std", "logit_magnitude", "variant", "tiles", "rel_frobenius", "max_abs", "lse_error", "bound"),
-    *("right", "note", *MACHINE),
+    *("keys", "logit_std", "logit_magnitude", "dtype", "variant", "tiles", "rel_frobenius", "max_abs", "max_ulp"),
+    *("lse_error", "bound", "right", "note", *MACHINE),
 )
 
 
@@ -111,49 +119,60 @@ def naive_bound(logit_magnitude: float, num_keys: int, head_dim: int) -> float:
 # Measurements
 
 
-def error_rows(gpu: Any, num_keys: int, logit_std: float) -> Iterator[Row]:
+def ulp(dtype: str, largest: float) -> float:
+    """The spacing of a dtype's normal numbers at a value."""
+    return math.ldexp(1.0, math.frexp(largest)[1] - 1 - MANTISSA[dtype])
+
+
+def error_rows(gpu: Any, num_keys: int, logit_std: float, dtype: str = "float32") -> Iterator[Row]:
     """A row for each variant."""
-    inputs = gpu.inputs(Case((1, NUM_HEADS, NUM_NODES, num_keys - NUM_NODES), "float32", logit_std))
-    exact = gpu.exact(inputs, dd.KIMI_K2_SM_SCALE)
+    inputs = gpu.inputs(Case((1, NUM_HEADS, NUM_NODES, num_keys - NUM_NODES), dtype, logit_std))
+    sm_scale = dd.KIMI_K2_SM_SCALE
+    exact = gpu.exact(inputs, sm_scale)
     results = gpu.results(inputs)
-    known: Row = {"keys": num_keys, "logit_std": f"{logit_std:g}", "logit_magnitude": f"{exact[2]:.4g}"}
-    limits: dict[str, float] = bounds(gpu, exact, "float32", num_keys)
+    known: Row = {"keys": num_keys, "logit_std": f"{logit_std:g}", "logit_magnitude": f"{exact[2]:.4g}", "dtype": dtype}
+    limits: dict[str, float] = bounds(gpu, exact, dtype, num_keys)
     limits["naive"] = naive_bound(exact[2], num_keys, inputs["q"].shape[3])
+    last_place = ulp(dtype, gpu.largest(exact[0]))
 
-    def ours(variant: str) -> Any:
+    def make(variant: str) -> Callable[..., Any]:
+        if variant in peers.PEERS:
+            return partial(*unpacked(gpu.peer(variant, inputs, results, sm_scale)))
+        if variant == "naive":
+            given = (inputs[name][0] for name in ("q", "kv_cache", "tree_mask"))
+            scores = gpu.scores(NUM_NODES, NUM_HEADS, num_keys)
+            return partial(naive, *given, sm_scale, scores, results["out"][0], results["lse"][0])
         way = WAYS[variant, EVEN if variant == "flash" else ""]
-        given = {**inputs, **results, "sm_scale": dd.KIMI_K2_SM_SCALE, "kv_lora_rank": results["out"].shape[3]}
-        return dd.verify_attention(**given, **way)
+        return partial(*unpacked(bound_to(dd.verify_attention, inputs, results, sm_scale, **way)))
 
-    calls: dict[str, Callable[[], Any]] = {
-        "three_phase": lambda: ours("three_phase"),
-        "flash": lambda: ours("flash"),
-        "torch_eager": gpu.eager(inputs, dd.KIMI_K2_SM_SCALE),
-        "naive": lambda: naive(
-            *(inputs[name][0] for name in ("q", "kv_cache", "tree_mask")),
-            dd.KIMI_K2_SM_SCALE,
-            gpu.scores(NUM_NODES, NUM_HEADS, num_keys),
-            results["out"][0],
-            results["lse"][0],
-        ),
-    }
-    for variant, call in calls.items():
+    for variant in VARIANTS:
         if variant == "three_phase" and not fits(num_keys):
             continue
+        if variant == "naive" and dtype != "float32":
+            continue
+        if variant in peers.PEERS and not peers.takes(variant, dtype):
+            continue
         row: Row = {**known, "variant": variant, "right": True}
-        spoil(*results.values())
         try:
             with planned(None) as plans:
+                call = make(variant)
+                spoil(*results.values())
                 found = gpu.errors(call(), exact[:2])
             row |= {name: f"{value:.3e}" for name, value in found.items()}
+            row["max_ulp"] = f"{found['max_abs'] / last_place:.3f}"
             if plans:
                 row["tiles"] = f"{plans[0].shape.tiles.rows}x{plans[0].shape.tiles.keys}"
             if variant in limits:
                 row["bound"] = f"{limits[variant]:.3e}"
                 row["right"] = found["rel_frobenius"] <= limits[variant]
         except Exception as error:  # one row must not cost the others; it is not right, and the exit code says so
-            row |= {"right": False, "note": f"{type(error).__name__}: {error}".replace("\n", " ")}
+            row |= {"right": False, "note": short(note_of(error))}
         yield {**row, **gpu.machine()}
+
+
+def unpacked(peer: peers.Peer) -> tuple[Any, ...]:
+    """A call and what it is called with, one after the other."""
+    return (peer.call, *peer.arrays)
 
 
 def fits(num_keys: int) -> bool:
@@ -168,39 +187,35 @@ class Errors(Gpu):
         return self.torch.empty(shape, device=self.place)
 
 
+def problems(quick: bool) -> list[tuple[int, float, str]]:
+    """Keys, spread of the logits and dtype of what is measured."""
+    keys = FEW_KEYS if quick else KEYS
+    found = [(n, std, "float32") for std in LOGIT_STDS for n in keys if not quick or std == LOGIT_STDS[0]]
+    halves = HALVES[:1] if quick else HALVES
+    found += [(n, LOGIT_STDS[0], dtype) for dtype in halves for n in keys if n <= MOST_KEYS]
+    swept, stds = (FEW_KEYS[1], FEW_STDS) if quick else (SWEPT_KEYS, SWEPT_STDS)
+    found += [(swept, std, dtype) for dtype in ("float32", *halves) for std in stds]
+    return found + ([] if quick else [(swept, LOGIT_STDS[1], dtype) for dtype in halves])
+
+
+def jobs(gpu: Any, quick: bool) -> list[Job]:
+    """The measurements one after the other."""
+    return [partial(error_rows, gpu, *problem) for problem in problems(quick)]
+
+
 def line(row: Row) -> str:
     """A row for people."""
-    found = f"rel {row.get('rel_frobenius', '-')} (bound {row.get('bound', '-'):9}) lse {row.get('lse_error', '-')}"
-    text = f"{row['keys']:>7} std {row['logit_std']:4} {row['variant']:12}{row.get('tiles', ''):6} {found}"
+    found = f"rel {row.get('rel_frobenius', '-'):9} (bound {row.get('bound', '-'):9}) {row.get('max_ulp', '-'):>8} ulp"
+    text = f"{row.get('keys', ''):>7} std {row.get('logit_std', ''):4} {row.get('dtype', ''):9}{row['variant']:12}"
+    text += f"{row.get('tiles', ''):6} {found} lse {row.get('lse_error', '-')}"
     return f"{text} {row.get('note', '')}{'' if row['right'] else '  WRONG'}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, print; 1 when an error was above its bound, 2 when nothing can be measured here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiling/results/local"), help="folder for the CSV")
-    parser.add_argument("--commit", help="commit that is measured; default: what git says")
-    options = parser.parse_args(arguments)
-    if runtime.SIMULATOR:
-        print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
-        return 2
-    try:
-        gpu = Errors(options.commit or commit_here(), 1)
-    except ImportError as error:
-        needs = "this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py"
-        print(f"{error}: {needs}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"this measures a GPU, and there is none: {error}", file=sys.stderr)
-        return 2
-    problems = [(num_keys, logit_std) for logit_std in LOGIT_STDS for num_keys in KEYS]
-    rows: list[Row] = []
-    for problem in track(problems, "measuring", console=Console(stderr=True)):
-        for row in error_rows(gpu, *problem):
-            print(line(row), flush=True)
-            rows.append(row)
-    write_rows(options.out / "attention_error.csv", rows, FIELDS)
-    return 0 if all(row["right"] for row in rows) else 1
+    """Measure, print, write."""
+    count = lambda quick: len(problems(quick))  # noqa: E731
+    names = tuple(peers.PEERS)
+    return harness.main(__doc__, "attention_error", FIELDS, jobs, count, line, Errors, arguments, names)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,30 @@
 """Times of merge_states on this GPU beside PyTorch and a Triton kernel, as CSV.
 
 ``python profiling/bench_merge_states.py --out profiling/results/nvidia-h200`` writes merge_states.csv there. Each
-result is checked first against float64; what is wrong is not timed, and the exit code says so. Times are those of
-bench_trees.py: microseconds is one call with L2 flushed, graph_us a call's part of a graph with nothing flushed,
-host_us the wall time until a call returns. gb_per_s counts what must move, two states read and one written, over
-microseconds.
+result is checked first against float64; what is wrong is not timed, and the exit code says so. The columns of time are
+those of harness.py; gb_per_s counts what must move, two states read and one written, over microseconds.
 
 Needs PyTorch and nvidia-ml-py; Triton, which comes with PyTorch, is left out where it is not installed.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
-
-import bench_trees
-from bench_trees import MACHINE, TIMES, Row, commit_here, measured, spoil
-from rich.console import Console
-from rich.progress import track
-from tables import write_rows
+import harness
+from harness import ITEMSIZE, MACHINE, TIMES, Job, Row, measured, spoil, with_rate
 
 import ddtree_numba as dd
-from ddtree_numba.device import runtime
+from ddtree_numba.attention import merge
 
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
-
-REPEATS = 30
 
 # [T, H, R], dtype, layout. The first two are a batch of 32 trees of 9 nodes with the heads of a DeepSeek class model.
 SIZES = (
@@ -50,7 +40,6 @@ SIZES = (
     ((2048, 32, 128), "bfloat16", "C order"),
     ((288, 64, 509), "bfloat16", "C order"),
 )
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 ROUNDING = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of the result, relative
 EPS = 2.0**-23
 # Of max(|a|, |b|), and of max(1, |lse|): what docs/merge_states.md derives for ours; more for fast exponentials.
@@ -59,14 +48,8 @@ PEER_BOUNDS = (32 * EPS, 16 * EPS)
 
 FIELDS = (
     *("operator", "T", "H", "R", "dtype", "layout", "variant", "checked", "right", *TIMES),
-    *("gb_per_s", "repeats", "note", "triton", *MACHINE),
+    *("gb_per_s", "repeats", "note", *MACHINE),
 )
-
-
-def bytes_moved(shape: tuple[int, int, int], dtype: str) -> int:
-    """Two states read and one written."""
-    t, h, r = shape
-    return 3 * t * h * (r * ITEMSIZE[dtype] + 4)
 
 
 def composite(torch: Any, a: Any, l_a: Any, b: Any, l_b: Any) -> tuple[Any, Any]:
@@ -94,8 +77,8 @@ if triton is not None:
         tl.store(lse + row, m + tl.log(s))
 
 
-class Gpu(bench_trees.Gpu):
-    """All that needs PyTorch and a GPU. Tests put NumPy in its place."""
+class Gpu(harness.Gpu):
+    """Inputs, exact results and peers. Tests put NumPy in its place."""
 
     def states(self, shape: tuple[int, int, int], dtype: str, layout: str) -> tuple[Any, Any, Any, Any]:
         """Random states, the same ones for the same shape."""
@@ -131,19 +114,16 @@ class Gpu(bench_trees.Gpu):
                 return False
         return True
 
-    def peers(self, states: Any, results: Any) -> dict[str, Callable[[], tuple[Any, Any]]]:
+    def peers(self, states: Any, results: Any) -> dict[str, Callable[..., tuple[Any, Any]]]:
         """PyTorch as it is and compiled, and a kernel in Triton."""
         torch = self.torch
         torch.compiler.reset()  # each size is compiled anew, and PyTorch allows only so many
-        compiled = torch.compile(lambda *given: composite(torch, *given), fullgraph=True, dynamic=False)
-        found: dict[str, Callable[[], tuple[Any, Any]]] = {
-            "torch_eager": lambda: composite(torch, *states),
-            "torch_compile": lambda: compiled(*states),
-        }
+        compiled = torch.compile(lambda *states: composite(torch, *states), fullgraph=True, dynamic=False)
+        found = {"torch_eager": partial(composite, torch), "torch_compile": compiled}
         if triton is not None and all(x.is_contiguous() for x in states):
             rows, columns = states[1].numel(), states[0].shape[-1]
 
-            def by_triton() -> tuple[Any, Any]:
+            def by_triton(*states: Any) -> tuple[Any, Any]:
                 triton_kernel[(rows,)](*states, *results, R=columns, BLOCK=triton.next_power_of_2(columns), num_warps=2)
                 return results
 
@@ -151,77 +131,61 @@ class Gpu(bench_trees.Gpu):
         return found
 
 
-def merge_rows(gpu: Any, shape: tuple[int, int, int], dtype: str, layout: str) -> Iterator[Row]:
-    """Rows of one size: ours, then the peers. In place there is ours alone."""
+def merge_rows(
+    gpu: Any,
+    shape: tuple[int, int, int],
+    dtype: str,
+    layout: str,
+    others: dict[str, Callable[..., Any]] | None = None,
+) -> Iterator[Row]:
+    """Rows of one size: ours and ``others`` of its signature, then the peers. In place there is ours alone."""
     states = gpu.states(shape, dtype, layout)
     results = gpu.results(states)
     known: Row = {"operator": "merge_states", "dtype": dtype, "layout": layout, "checked": "all elements"}
-    known |= dict(zip("THR", shape, strict=True)) | {"triton": triton.__version__ if triton is not None else ""}
+    known |= dict(zip("THR", shape, strict=True))
+    if layout == "in place":
 
-    def ours() -> Any:
-        return dd.merge_states(*states, out=results[0], lse=results[1])
+        def in_place(*given: Any) -> Any:  # how long it takes does not depend on how large the state has grown
+            return dd.merge_states(*given, out=given[0], lse=given[1])
 
-    in_place = layout == "in place"
-    calls = {"merge_states": ours, **({} if in_place else gpu.peers(states, results))}
+        calls = {"merge_states": in_place}
+    else:
+        ours = {"merge_states": dd.merge_states, **(others or {})}
+        calls = {name: partial(operator, out=results[0], lse=results[1]) for name, operator in ours.items()}
+        calls |= gpu.peers(states, results)
     for variant, call in calls.items():
 
-        def right(variant: str = variant, call: Callable[[], Any] = call) -> bool:
+        def right(variant: str = variant, call: Callable[..., Any] = call) -> bool:
             spoil(*results)
-            return gpu.right(call(), states, dtype, BOUNDS.get(variant, PEER_BOUNDS))
+            return gpu.right(call(*gpu.states(shape, dtype, layout)), states, dtype, BOUNDS.get(variant, PEER_BOUNDS))
 
-        def right_in_place() -> bool:
-            given = gpu.states(shape, dtype, layout)
-            return gpu.right(dd.merge_states(*given, out=given[0], lse=given[1]), states, dtype, BOUNDS["merge_states"])
+        row = measured({**known, "variant": variant}, gpu, right, call, partial(gpu.time, inputs=states))
+        yield with_rate(row, "gb_per_s", merge.bytes_moved(shape[0] * shape[1], shape[2], ITEMSIZE[dtype]))
 
-        def again_in_place() -> Any:  # the state grows with each call; how long it takes does not depend on that
-            return dd.merge_states(*states, out=states[0], lse=states[1])
 
-        row = {**known, "variant": variant}
-        one, two = (right_in_place, again_in_place) if in_place else (right, call)
-        row = measured(row, gpu, one, two, gpu.time)
-        if "microseconds" in row:
-            row["gb_per_s"] = f"{bytes_moved(shape, dtype) / float(row['microseconds']) / 1e3:.0f}"
-        yield row
+def jobs(gpu: Any, quick: bool) -> list[Job]:
+    """The measurements one after the other."""
+    return [lambda size=size: merge_rows(gpu, *size) for size in (SIZES[:2] if quick else SIZES)]
+
+
+def rows_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+    """A kernel of someone else beside ours and the peers."""
+    for size in SIZES:
+        if size[2] == "C order":
+            yield from merge_rows(gpu, *size, {name: call})
 
 
 def line(row: Row) -> str:
     """A row for people."""
-    sizes = ",".join(str(row[name]) for name in "THR")
-    text = f"{sizes:14} {row['dtype']:9} {row['layout']:11} {row['variant']:14}"
-    text += " ".join(f"{row.get(name, ''):>9}" for name in (*TIMES, "gb_per_s"))
-    return f"{text} {row.get('note', '')}{'' if row['right'] else '  WRONG'}"
+    sizes = ",".join(str(row.get(name, "")) for name in "THR")
+    return f"{sizes:14} {row.get('dtype', ''):9} {row.get('layout', ''):11} {row['variant']:14}{harness.times_of(row)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, print; 1 when a result of ours was wrong, 2 when nothing can be measured here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiling/results/local"), help="folder for the CSV")
-    parser.add_argument("--commit", help="commit that is measured; default: what git says")
-    parser.add_argument("--quick", action="store_true", help="two sizes, to merge_states_quick.csv")
-    options = parser.parse_args(arguments)
-    if runtime.SIMULATOR:
-        print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
-        return 2
-    try:
-        gpu = Gpu(options.commit or commit_here(), 5 if options.quick else REPEATS)
-    except ImportError as error:
-        needs = "this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py"
-        print(f"{error}: {needs}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"this measures a GPU, and there is none: {error}", file=sys.stderr)
-        return 2
-    sizes = SIZES[:2] if options.quick else SIZES
-    rows = [
-        row
-        for size in track(sizes, "measuring", console=Console(stderr=True))
-        for row in merge_rows(gpu, *size)
-    ]  # fmt: skip
-    write_rows(options.out / ("merge_states_quick.csv" if options.quick else "merge_states.csv"), rows, FIELDS)
-    print(f"{'T,H,R':51}" + " ".join(f"{name:>9.9}" for name in (*TIMES, "gb_per_s")))
-    for row in rows:
-        print(line(row))
-    return 0 if all(row["right"] for row in rows if row["variant"] == "merge_states") else 1
+    """Measure, print, write."""
+    count = lambda quick: len(jobs(None, quick))  # noqa: E731
+    peers = ("torch_eager", "torch_compile", "triton")
+    return harness.main(__doc__, "merge_states", FIELDS, jobs, count, line, Gpu, arguments, peers)
 
 
 if __name__ == "__main__":

@@ -2,56 +2,38 @@
 
 ``python profiling/bench_trees.py --out profiling/results/nvidia-h200`` writes trees.csv there. Each result is checked
 first, trees against `refs.trees` bit for bit, top-k against PyTorch in float64; what is wrong is not timed, and the
-exit code says so. Columns of time, in microseconds:
-
-- microseconds, spread_microseconds: on the GPU, CUDA events around one call, L2 flushed before each, median and
-  interquartile range of `REPEATS`; on the CPU, wall time of the batch, of `CPU_REPEATS`.
-- graph_us: a call's part of a CUDA graph of `GRAPH_CALLS` calls, nothing flushed.
-- host_us: wall time until a call returns, which is before its kernel has run.
+exit code says so. The columns of time are those of harness.py; gb_per_s is what the operator must move, as the
+functions beside it count, over microseconds. ``inputs`` names the sweep over one size that a row belongs to, if any.
 
 Needs PyTorch and nvidia-ml-py.
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import platform
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
-
+import harness
 import numpy as np
-from rich.console import Console
-from rich.progress import track
-from tables import write_rows
+from harness import ITEMSIZE, MACHINE, TIMES, Job, Row, ends, measured, spoil, wall_times, with_rate
 
 import ddtree_numba as dd
 from ddtree_numba.check import LOGPROB_BOUND
-from ddtree_numba.device import runtime
+from ddtree_numba.tree import build_tree, topk_logprobs
 from refs import trees
 
-Row = dict[str, Any]
-Times = dict[str, str]
-
-REPEATS = 30
-WARM_UPS = 3
-GRAPH_CALLS = 20
-GRAPH_REPEATS = 5
-CPU_REPEATS = 3
-
-# Trees: L positions, logits of standard deviation 5 over V tokens, K = tree_budget.
-LENGTH, VOCABULARY, LOGIT_STD = 15, 32000, 5.0
+# Trees: L positions, logits of standard deviation `harness.LOGIT_STD` over V tokens, K = tree_budget.
+LENGTH, VOCABULARY = 15, 32000
 BUDGETS = (16, 64, 256, 1024)
 BATCHES = (1, 8, 32, 64, 256, 1024)
 TIED_BUDGETS = (64, 256)  # of logits rounded to bfloat16, of which many are equal
+SWEPT_BATCH, SWEPT_BUDGET = 64, 64  # of the sweeps over K and L
+SWEPT_K = (1, 4, 16, 256)
+SWEPT_LENGTHS = (1, 3, 7, 31)
+SWEPT_BUDGETS = (1, 4, 32, 128, 512)  # beside `BUDGETS`, for a batch of one
 HEAP_BUDGET, HEAP_BATCH = 256, 64  # the readable variant is measured up to these
 # Most nodes of a batch for each builder on the CPU, so that all of them together take well below a minute.
 CPU_NODES = {"cpu_heap": 1 << 20, "refs_trees": 1 << 17}
@@ -65,14 +47,15 @@ TOPK = (
     ((64, 15, 151936), 64, "bfloat16"),
     ((64, 15, 151936), 64, "float32"),
 )
+TOPK_SWEEPS = {
+    "V sweep": tuple(((8, 15, vocabulary), 64) for vocabulary in (8192, 32000, 65536, 128256, 262144)),
+    "B sweep": tuple(((batch, 15, 163840), 64) for batch in (2, 4, 16, 32, 64)),
+    "L sweep": tuple(((8, length, 163840), 64) for length in (1, 4, 31)),
+    "K sweep": tuple(((8, 15, 163840), k) for k in (1, 4, 32, 128, 512)),
+}
 ROUNDS_K = 64  # the readable variant is measured up to this
 CHAIN = ((64, 15, 151936), 64, "bfloat16", 64)  # [B, L, V], k, dtype, tree_budget
 
-TIMES = ("microseconds", "spread_microseconds", "graph_us", "host_us")
-MACHINE = (
-    *("gpu", "driver", "sm_clock_mhz", "power_w", "temperature_c", "cpu"),
-    *("python", "numpy", "numba_cuda", "torch", "commit"),
-)
 FIELDS = (
     *("operator", "inputs", "B", "L", "V", "K", "budget", "variant", "checked", "right", *TIMES),
     *("gb_per_s", "repeats", "note", *MACHINE),
@@ -157,11 +140,6 @@ def same_tree(found: Row, expected: Row) -> bool:
     ) and bool(np.all(np.asarray(found["parents"])[n:] == -1))
 
 
-def ends(batch: int) -> list[int]:
-    """The requests that are checked: the first and the last."""
-    return sorted({0, batch - 1})
-
-
 def right_trees(found: list[Row], logprobs: np.ndarray, ids: np.ndarray, roots: np.ndarray, budget: int) -> bool:
     """Whether the first and the last tree are the oracle's."""
     at = ends(len(logprobs))
@@ -178,30 +156,13 @@ def right_topk(values: np.ndarray, ids: np.ndarray | None, exact: dict[str, np.n
 # The GPU
 
 
-class Gpu:
-    """All that needs PyTorch and a GPU: inputs, exact results, peers, times. Tests put NumPy in its place."""
+class Gpu(harness.Gpu):
+    """Inputs, exact results and peers. Tests put NumPy in its place."""
 
-    def __init__(self, commit: str, repeats: int) -> None:
-        import pynvml
-        import torch
-
-        if not torch.cuda.is_available():
-            raise RuntimeError("PyTorch sees none")
-        self.torch, self.nvml, self.commit, self.repeats = torch, pynvml, commit, repeats
-        pynvml.nvmlInit()
-        self.handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-    def logits(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """Normal logits of standard deviation `LOGIT_STD`, the same ones for the same shape."""
-        torch = self.torch
-        generator = torch.Generator("cuda").manual_seed(0)
-        return (torch.randn(shape, device="cuda", generator=generator) * LOGIT_STD).to(getattr(torch, dtype))
-
-    def rows(self, batch: int, k: int, dtype: str) -> tuple[Any, Any, Any]:
+    def rows(self, batch: int, length: int, k: int, dtype: str) -> tuple[Any, Any, Any]:
         """Log-probabilities [B, L, k], ids and roots for build_tree, from PyTorch."""
         torch = self.torch
-        logits = self.logits((batch, LENGTH, VOCABULARY), dtype)
+        logits = self.logits((batch, length, VOCABULARY), dtype)
         logprobs, ids = torch.log_softmax(logits.float(), -1).topk(k)
         return logprobs.clamp_(max=0), ids.int(), self.roots(batch)
 
@@ -209,18 +170,9 @@ class Gpu:
         """Any root tokens [B]."""
         return self.torch.arange(batch, dtype=self.torch.int32, device="cuda")
 
-    def copy(self, x: Any) -> Any:
-        """The same elements in C order."""
-        return x.contiguous()
-
-    def to_host(self, x: Any) -> np.ndarray:
-        """The elements on the host; bfloat16 as float32."""
-        return (x.float() if x.dtype == self.torch.bfloat16 else x).cpu().numpy()
-
     def pair(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
         """Arrays for the results of topk_logprobs."""
-        torch = self.torch
-        return torch.empty(shape, device="cuda"), torch.empty(shape, dtype=torch.int32, device="cuda")
+        return self.empty(shape, "float32"), self.empty(shape, "int32")
 
     def exact_topk(self, logits: Any, k: int) -> dict[str, np.ndarray]:
         """Logits falling, ids with ties in rising order, log-probabilities in float64, and the scale of their bound."""
@@ -235,130 +187,43 @@ class Gpu:
         names = ("values", "token_ids", "logprobs", "scale")
         return {name: np.stack(parts) for name, parts in zip(names, zip(*found, strict=True), strict=True)}
 
-    def peers(self, logits: Any, k: int) -> dict[str, Callable[[], Any]]:
+    def peers(self, k: int) -> dict[str, Callable[[Any], Any]]:
         """What PyTorch offers: the best logits alone, and with the logsumexp that makes log-probabilities of them."""
         torch = self.torch
 
-        def eager() -> Any:
+        def eager(logits: Any) -> Any:
             values, ids = torch.topk(logits, k)
             return values.float() - torch.logsumexp(logits.float(), -1, keepdim=True), ids
 
-        return {"torch_topk": lambda: torch.topk(logits, k), "torch_eager": eager}
-
-    def time(self, call: Callable[[], Any], calls_in_graph: int = GRAPH_CALLS) -> Times:
-        """The times of a call."""
-        median, spread = self.alone(call)
-        graph, host = self.in_graph(call, calls_in_graph), self.on_host(call)
-        values = (f"{median:.1f}", f"{spread:.1f}", f"{graph:.2f}", f"{host:.1f}")
-        return dict(zip(TIMES, values, strict=True))
-
-    def alone(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """Median and interquartile range of the device time of a call, L2 flushed before each."""
-        times = []
-        for n in range(WARM_UPS + self.repeats):
-            self.flush.zero_()
-            microseconds = self.between_events(call)
-            if n >= WARM_UPS:
-                times.append(microseconds)
-        quarters = statistics.quantiles(times, n=4)
-        return statistics.median(times), quarters[2] - quarters[0]
-
-    def between_events(self, call: Callable[[], Any]) -> float:
-        """Device time of whatever ``call`` puts on the stream, in microseconds."""
-        cuda = self.torch.cuda
-        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        # Two milliseconds of waiting on the GPU, so that the host has prepared the launch when the first event passes.
-        cuda._sleep(4_000_000)
-        begin.record()
-        call()
-        end.record()
-        cuda.synchronize()
-        return begin.elapsed_time(end) * 1e3
-
-    def in_graph(self, call: Callable[[], Any], calls: int) -> float:
-        """Device time of a call among ``calls`` in a CUDA graph; it has run before, so nothing is compiled in there."""
-        graph = self.torch.cuda.CUDAGraph()
-        with self.torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-        times = [self.between_events(graph.replay) / calls for _ in range(1 + GRAPH_REPEATS)]
-        return statistics.median(times[1:])
-
-    def on_host(self, call: Callable[[], Any]) -> float:
-        """Wall time until a call returns, median."""
-        times = []
-        for _ in range(self.repeats):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e6)
-            self.torch.cuda.synchronize()
-        return statistics.median(times)
-
-    def machine(self) -> Row:
-        """What a row must say so that it can be compared with another."""
-        nvml, gpu = self.nvml, self.handle
-        return {
-            "gpu": self.torch.cuda.get_device_name(),
-            "driver": nvml.nvmlSystemGetDriverVersion(),
-            "sm_clock_mhz": nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
-            "power_w": round(nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            "temperature_c": nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
-            "torch": self.torch.__version__,
-            "commit": self.commit,
-            **host_machine(),
-        }
-
-
-def host_machine() -> Row:
-    """The processor that builds trees on the CPU, and the packages."""
-    models = [line for line in read_lines("/proc/cpuinfo") if line.startswith("model name")]
-    name = models[0].split(":", 1)[1].strip() if models else platform.processor()
-    found = {"cpu": name.replace("(R)", "").replace("(TM)", "")}
-    found |= {"python": platform.python_version(), "numpy": np.__version__}
-    try:
-        return {**found, "numba_cuda": version("numba-cuda")}
-    except PackageNotFoundError:
-        return {**found, "numba_cuda": "unknown"}
-
-
-def read_lines(path: str) -> list[str]:
-    """The lines of a file, or none where there is no such file."""
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
-
-
-def wall_times(call: Callable[[], Any]) -> Times:
-    """Median and range of the wall time of a call on the CPU."""
-    times = []
-    for _ in range(CPU_REPEATS):
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return {"microseconds": f"{statistics.median(times):.1f}", "spread_microseconds": f"{max(times) - min(times):.1f}"}
+        return {"torch_topk": lambda logits: torch.topk(logits, k), "torch_eager": eager}
 
 
 # Measurements
 
 
-def build_rows(gpu: Any, given: tuple[Any, Any, Any], inputs: str, budget: int) -> Iterator[Row]:
-    """Rows of one batch of trees: our variants, then the builders on the CPU."""
+def build_rows(
+    gpu: Any, given: tuple[Any, Any, Any], inputs: str, budget: int, others: dict[str, Callable[..., Any]] | None = None
+) -> Iterator[Row]:
+    """Rows of one batch of trees: our variants and ``others`` of their signature, then the builders on the CPU."""
     host = tuple(gpu.to_host(x) for x in given)
     batch, length, candidates = given[0].shape
     known = {"operator": "build_tree", "inputs": inputs, "B": batch, "L": length, "K": candidates, "budget": budget}
     known["checked"] = f"requests {', '.join(map(str, ends(batch)))}"
-
-    for variant in ("frontier", "heap"):
+    variants = {name: partial(dd.build_tree, variant=name) for name in ("frontier", "heap")}
+    for variant, build in {**variants, **(others or {})}.items():
         if variant == "heap" and (budget > HEAP_BUDGET or batch > HEAP_BATCH):
             continue
         out = dd.DraftTree.empty(given[0], batch, budget, min(length, budget))
 
-        def call(variant: str = variant, out: dd.DraftTree = out) -> Any:
-            return dd.build_tree(*given, budget, variant=variant, out=out)
+        def call(*given: Any, build: Callable[..., Any] = build, out: dd.DraftTree = out) -> Any:
+            return build(*given, budget, out=out)
 
-        def right(call: Callable[[], Any] = call, out: dd.DraftTree = out) -> bool:
+        def right(call: Callable[..., Any] = call, out: dd.DraftTree = out) -> bool:
             spoil(*(getattr(out, name) for name in CHECKED))
-            return right_trees(rows_of_tree(gpu, call()), *host, budget)
+            return right_trees(rows_of_tree(gpu, call(*given)), *host, budget)
 
-        yield measured({**known, "variant": variant}, gpu, right, call, gpu.time)
+        row = measured({**known, "variant": variant}, gpu, right, call, partial(gpu.time, inputs=given))
+        yield with_rate(row, "gb_per_s", build_tree.bytes_moved(batch, length, candidates, budget))
 
     for variant, builder in CPU_BUILDERS.items():
         row = {**known, "variant": variant}
@@ -370,17 +235,10 @@ def build_rows(gpu: Any, given: tuple[Any, Any, Any], inputs: str, budget: int) 
             return builder(*host, budget)
 
         def right(builder: Callable[..., list[Row]] = builder) -> bool:
-            at = ends(batch)
-            found = builder(*(x[at] for x in host), budget)
-            return right_trees(found, *(x[at] for x in host), budget)
+            some = [x[ends(batch)] for x in host]
+            return right_trees(builder(*some, budget), *some, budget)
 
         yield measured(row, gpu, right, call, wall_times)
-
-
-def spoil(*results: Any) -> None:
-    """Overwrite what may still hold another variant's right result."""
-    for x in results:
-        x[...] = -7
 
 
 def rows_of_tree(gpu: Any, tree: Any) -> list[Row]:
@@ -389,46 +247,38 @@ def rows_of_tree(gpu: Any, tree: Any) -> list[Row]:
     return [dict(zip(CHECKED, one, strict=True)) for one in zip(*columns, strict=True)]
 
 
-def measured(
-    row: Row, gpu: Any, right: Callable[[], bool], call: Callable[[], Any], timer: Callable[[Any], Times]
-) -> Row:
-    """The row with its verdict, with the times only if it was right, and with the machine as it was right after."""
-    found: Row = {"right": False}
-    try:
-        found["right"] = right()
-        if found["right"]:
-            found |= timer(call)
-    except Exception as error:  # one row must not cost the others; it is not right, and the exit code says so
-        found = {"right": False, "note": f"{type(error).__name__}: {error}".replace("\n", " ")}
-    return {**row, **found, "repeats": CPU_REPEATS if timer is wall_times else gpu.repeats, **gpu.machine()}
-
-
-def topk_rows(gpu: Any, shape: tuple[int, int, int], k: int, dtype: str) -> Iterator[Row]:
-    """Rows of one top-k: our variants, and PyTorch's. GB/s counts the logits once."""
+def topk_rows(
+    gpu: Any,
+    shape: tuple[int, int, int],
+    k: int,
+    dtype: str,
+    sweep: str = "",
+    others: dict[str, Callable[..., Any]] | None = None,
+) -> Iterator[Row]:
+    """Rows of one top-k: our variants and ``others`` of their signature, and PyTorch's."""
     logits = gpu.logits(shape, dtype)
     exact = gpu.exact_topk(logits, k)
-    nbytes = shape[0] * shape[1] * shape[2] * (4 if dtype == "float32" else 2)
-    known = {"operator": "topk_logprobs", "inputs": dtype, "K": k, "checked": "all rows"}
-    known |= dict(zip("BLV", shape, strict=True))
+    known = {"operator": "topk_logprobs", "inputs": f"{dtype}, {sweep}" if sweep else dtype, "K": k}
+    known |= {"checked": "all rows", **dict(zip("BLV", shape, strict=True))}
     out = gpu.pair((*shape[:2], k))
-    ours: dict[str, Callable[[], Any]] = {
-        variant: lambda v=variant: dd.topk_logprobs(logits, k, variant=v, out=out)
-        for variant in ("threshold", "rounds")
-        if variant == "threshold" or k <= ROUNDS_K
+    variants = {name: partial(dd.topk_logprobs, variant=name) for name in ("threshold", "rounds")}
+    if k > ROUNDS_K or sweep:
+        del variants["rounds"]
+    ours: dict[str, Callable[..., Any]] = {
+        name: lambda logits, operator=operator: operator(logits, k, out=out)
+        for name, operator in {**variants, **(others or {})}.items()
     }
-    for variant, call in {**ours, **gpu.peers(logits, k)}.items():
+    for variant, call in {**ours, **gpu.peers(k)}.items():
 
-        def right(variant: str = variant, call: Callable[[], Any] = call) -> bool:
+        def right(variant: str = variant, call: Callable[..., Any] = call) -> bool:
             spoil(*out)
-            values, ids = (gpu.to_host(x) for x in call())
+            values, ids = (gpu.to_host(x) for x in call(logits))
             if variant == "torch_topk":  # the logits themselves
                 return np.array_equal(values, exact["values"])
             return right_topk(values, ids if variant in ours else None, exact)  # PyTorch does not order ties
 
-        row = measured({**known, "variant": variant}, gpu, right, call, gpu.time)
-        if "microseconds" in row:
-            row["gb_per_s"] = f"{nbytes / float(row['microseconds']) / 1e3:.0f}"
-        yield row
+        row = measured({**known, "variant": variant}, gpu, right, call, partial(gpu.time, inputs=(logits,)))
+        yield with_rate(row, "gb_per_s", topk_logprobs.bytes_moved(*shape, k, ITEMSIZE[dtype]))
 
 
 def chain_rows(gpu: Any, shape: tuple[int, int, int], k: int, dtype: str, budget: int) -> Iterator[Row]:
@@ -438,7 +288,7 @@ def chain_rows(gpu: Any, shape: tuple[int, int, int], k: int, dtype: str, budget
     pair = gpu.pair((*shape[:2], k))
     roots = gpu.roots(shape[0])
     out = dd.DraftTree.empty(pair[0], shape[0], budget, min(shape[1], budget))
-    eager = gpu.peers(logits, k)["torch_eager"]
+    eager = gpu.peers(k)["torch_eager"]
     known = {"operator": "chain", "inputs": dtype, "K": k, "budget": budget, **dict(zip("BLV", shape, strict=True))}
     known["checked"] = f"all top-k, requests {', '.join(map(str, ends(shape[0])))}"
 
@@ -453,79 +303,69 @@ def chain_rows(gpu: Any, shape: tuple[int, int, int], k: int, dtype: str, budget
         return right_topk(values, ids, exact) and right_trees(tree, values, ids, gpu.to_host(roots), budget)
 
     def call_on_cpu() -> Any:
-        return batch_on_cpu(*(gpu.to_host(x) for x in (*eager(), roots)), budget)
+        return batch_on_cpu(*(gpu.to_host(x) for x in (*eager(logits), roots)), budget)
 
     def right_on_cpu() -> bool:
-        values, ids = (gpu.to_host(x) for x in eager())
+        values, ids = (gpu.to_host(x) for x in eager(logits))
         trees_right = right_trees(call_on_cpu(), values, ids, gpu.to_host(roots), budget)
         return right_topk(values, None, exact) and trees_right
 
-    one = {**known, "variant": "threshold + frontier"}
-    yield measured(one, gpu, right, call, lambda chain: gpu.time(chain, 1))
+    yield measured({**known, "variant": "threshold + frontier"}, gpu, right, call, gpu.time)
     yield measured({**known, "variant": "torch_eager + cpu_heap"}, gpu, right_on_cpu, call_on_cpu, wall_times)
 
 
-def jobs(gpu: Any, quick: bool) -> Iterator[Callable[[], Iterator[Row]]]:
+def jobs(gpu: Any, quick: bool) -> list[Job]:
     """The measurements one after the other; a tenth of them with ``quick``."""
-    budgets, batches = (BUDGETS[:2], BATCHES[:2]) if quick else (BUDGETS, BATCHES)
-    for dtype, some in (("float32", budgets), ("bfloat16", [k for k in TIED_BUDGETS if k in budgets])):
-        logprobs, ids, roots = gpu.rows(batches[-1], max(some), dtype)
-        for budget in some:
-            for batch in batches:
-                given = gpu.copy(logprobs[:batch, :, :budget]), gpu.copy(ids[:batch, :, :budget]), roots[:batch]
-                yield lambda g=given, i=f"{dtype} logits", k=budget: build_rows(gpu, g, i, k)
-    for shape, k, dtype in TOPK[:1] if quick else TOPK:
-        yield lambda s=shape, k=k, d=dtype: topk_rows(gpu, s, k, d)
-    yield lambda: chain_rows(gpu, *CHAIN)
+
+    def builds(inputs: str, batch: int, length: int, k: int, budget: int) -> Job:
+        dtype = inputs.split()[0]
+        return lambda: build_rows(gpu, gpu.rows(batch, length, k, dtype), inputs, budget)
+
+    few = slice(2) if quick else slice(None)
+    tied = [budget for budget in TIED_BUDGETS if budget in BUDGETS[few]]
+    one = "float32 logits"
+    sweeps = [
+        *(builds(f"{one}, K sweep", SWEPT_BATCH, LENGTH, k, SWEPT_BUDGET) for k in SWEPT_K),
+        *(builds(f"{one}, L sweep", SWEPT_BATCH, length, SWEPT_BUDGET, SWEPT_BUDGET) for length in SWEPT_LENGTHS),
+        *(builds(f"{one}, budget sweep", 1, LENGTH, budget, budget) for budget in SWEPT_BUDGETS),
+        *(
+            lambda s=shape, k=k, name=name: topk_rows(gpu, s, k, "bfloat16", name)
+            for name, sizes in TOPK_SWEEPS.items()
+            for shape, k in sizes
+        ),
+    ]
+    return [
+        *(builds(one, batch, LENGTH, budget, budget) for budget in BUDGETS[few] for batch in BATCHES[few]),
+        *(builds("bfloat16 logits", batch, LENGTH, budget, budget) for budget in tied for batch in BATCHES[few]),
+        *(lambda s=shape, k=k, d=dtype: topk_rows(gpu, s, k, d) for shape, k, dtype in TOPK[: 1 if quick else None]),
+        lambda: chain_rows(gpu, *CHAIN),
+        *([] if quick else sweeps),
+    ]
 
 
-def number_of_jobs(quick: bool) -> int:
-    """How many `jobs` there are, for the progress bar; counting them would make their inputs."""
-    builds = 2 * 2 + 2 if quick else (len(BUDGETS) + len(TIED_BUDGETS)) * len(BATCHES)
-    return builds + (1 if quick else len(TOPK)) + 1
+def build_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+    """A builder of someone else beside ours."""
+    for batch in BATCHES[:4]:
+        given = gpu.rows(batch, LENGTH, SWEPT_BUDGET, "float32")
+        yield from build_rows(gpu, given, "float32 logits", SWEPT_BUDGET, {name: call})
+
+
+def topk_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+    """A top-k of someone else beside ours and PyTorch's."""
+    for shape, k, dtype in TOPK[1:6]:
+        yield from topk_rows(gpu, shape, k, dtype, others={name: call})
 
 
 def line(row: Row) -> str:
     """A row for people."""
     sizes = ",".join(str(row.get(name, "")) for name in ("B", "L", "K", "budget"))
-    text = f"{row['operator']:14}{row['inputs']:16} {sizes:18} {row['variant']:24}"
-    text += " ".join(f"{row.get(name, ''):>9}" for name in (*TIMES, "gb_per_s"))
-    return f"{text} {row.get('note', '')}{'' if row['right'] else '  WRONG'}"
+    text = f"{row.get('operator', ''):14}{row.get('inputs', ''):29} {sizes:18} {row['variant']:24}"
+    return text + harness.times_of(row)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, print; 1 when a result was wrong, 2 when nothing can be measured here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiling/results/local"), help="folder for the CSV")
-    parser.add_argument("--commit", help="commit that is measured; default: what git says")
-    parser.add_argument("--quick", action="store_true", help="a tenth of it, to trees_quick.csv, to see that it runs")
-    options = parser.parse_args(arguments)
-    if runtime.SIMULATOR:
-        print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
-        return 2
-    try:
-        gpu = Gpu(options.commit or commit_here(), 5 if options.quick else REPEATS)
-    except ImportError as error:
-        needs = "this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py"
-        print(f"{error}: {needs}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"this measures a GPU, and there is none: {error}", file=sys.stderr)
-        return 2
-    every = track(
-        jobs(gpu, options.quick), "measuring", total=number_of_jobs(options.quick), console=Console(stderr=True)
-    )
-    rows = [row for job in every for row in job()]
-    write_rows(options.out / ("trees_quick.csv" if options.quick else "trees.csv"), rows, FIELDS)
-    print(f"{'B,L,K,budget':>42} {'':15}" + " ".join(f"{name:>9.9}" for name in (*TIMES, "gb_per_s")))
-    for row in rows:
-        print(line(row))
-    return 0 if all(row["right"] for row in rows) else 1
-
-
-def commit_here() -> str:
-    """What git says of the checkout."""
-    return subprocess.check_output(["git", "describe", "--always", "--abbrev=40", "--dirty"], text=True).strip()
+    """Measure, print, write."""
+    return harness.main(__doc__, "trees", FIELDS, jobs, lambda quick: len(jobs(None, quick)), line, Gpu, arguments)
 
 
 if __name__ == "__main__":

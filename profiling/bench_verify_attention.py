@@ -1,9 +1,10 @@
-"""Errors and times of verify_attention beside PyTorch's eager attention, on this GPU, as CSV.
+"""Errors and times of verify_attention beside its peers on this GPU, as CSV.
 
-``python profiling/bench_verify_attention.py --out profiling/results/nvidia-h200`` writes verify_attention.csv there.
-Each row is checked against float64 first; what is wrong is not timed, and the exit code says so. microseconds is the
-device time of one call by CUDA events, L2 flushed before each, median of `REPEATS`; spread_microseconds their
-interquartile range. Columns of `flash`:
+``python profiling/bench_verify_attention.py --out profiling/results/nvidia-h200`` writes verify_attention.csv there:
+reference files, the shapes of the tables, and sweeps over one size at a time (column case). Each row is checked against
+float64 first; what is wrong is not timed, and for variants of ours the exit code says so. The columns of time are those
+of harness.py, the sustained ones for some shapes alone. tflops and gb_per_s are what the operator must compute and
+move, as the functions beside it count, over microseconds. peers.py has the peers. Columns of `flash`:
 
 - tiles: rows and keys of its tiles, as it chose them. The variant flash_small has nothing but the smaller ones.
 - splits: "even" is the default, even parts of all work; else num_splits, or the keys of a part with batch_invariant.
@@ -13,49 +14,58 @@ Needs PyTorch and nvidia-ml-py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the script runs from a plain checkout
-
-import bench_trees
+import harness
 import numpy as np
-from bench_trees import MACHINE, Row, commit_here, measured, spoil
-from rich.console import Console
-from rich.progress import track
-from tables import write_rows
+import peers
+from harness import ITEMSIZE, MACHINE, TIMES, Job, Row, measured, spoil, with_rate
 
 import ddtree_numba as dd
 from ddtree_numba import kdtr
-from ddtree_numba.attention import flash, three_phase
+from ddtree_numba.attention import flash, three_phase, verify
 from ddtree_numba.check import LSE_BOUND, reference_files
-from ddtree_numba.device import runtime
 
-REPEATS = 30
 KV_LORA_RANK, HEAD_DIM = 512, 576  # reference files of other widths are left to `python -m ddtree_numba check`
 MOST_SCORES = 1 << 27  # of a piece of the float64 reference: 1 GB
+MOST_NOTE = 200  # characters
 THREE_PHASE_FLOPS = 1e11  # the readable variant is measured up to these
 RAGGED = (100, 16000, 350, 8000, 1000, 12000, 2048, 600, 16000, 100, 4096, 230, 15000, 1500, 512, 6000)  # prefixes
 
 EVEN, CHUNKS = "even", f"{flash.CHUNK} keys"
-# Variant and splits of a row, and what the call is given.
+# Variant and splits of a row of ours, and what the call is given.
 WAYS: dict[tuple[str, str], dict[str, Any]] = {
     ("three_phase", ""): {"variant": "three_phase"},
     ("flash", EVEN): {"variant": "flash"},
     ("flash", "1"): {"variant": "flash", "num_splits": 1},
     ("flash", CHUNKS): {"variant": "flash", "batch_invariant": True},
     ("flash_small", EVEN): {"variant": "flash"},
-    ("torch_eager", ""): {},
 }
-USUAL = (("three_phase", ""), ("flash", EVEN), ("flash_small", EVEN), ("torch_eager", ""))
-IN_PARTS = (("flash", EVEN), ("flash", "1"), ("flash", CHUNKS), ("torch_eager", ""))
-BESIDE_PEER = (("flash", EVEN), ("torch_eager", ""))
+
+SUSTAINED = ((8, 64, 9, 2048), (32, 64, 9, 8192))  # shapes whose sustained times are measured
 
 Way = tuple[str, str]
+Operator = Callable[..., Any]  # with the signature of verify_attention
+
+
+def beside(*names: str) -> tuple[Way, ...]:
+    """flash and some peers."""
+    return (("flash", EVEN), *((name, "") for name in names))
+
+
+BESIDE_EAGER = beside("torch_eager")
+BESIDE_TRITON = beside("triton")
+BESIDE_BOTH = beside("torch_eager", "triton")
+BESIDE_MOST = beside("torch_eager", "torch_compiled", "torch_sdpa", "triton", "flashinfer", "flashmla")
+FLEX = (("torch_flex", ""),)  # for few shapes: it is compiled anew for each, which takes seconds
+USUAL = (("three_phase", ""), BESIDE_MOST[0], ("flash_small", EVEN), *BESIDE_MOST[1:])
+IN_PARTS = (*BESIDE_BOTH, ("flash", "1"), ("flash", CHUNKS))
 
 
 class Case(NamedTuple):
@@ -66,39 +76,82 @@ class Case(NamedTuple):
     logit_std: float = 2.0
     ways: tuple[Way, ...] = USUAL
     prefixes: tuple[int, ...] = ()  # of the requests, where they differ
+    page_size: int = 0  # 0: a contiguous cache
+    sweep: str = ""  # that it belongs to
 
     @property
     def name(self) -> str:
-        return f"logit std {self.logit_std:g}{', ragged' * bool(self.prefixes)}"
+        return self.sweep or f"logit std {self.logit_std:g}{', ragged' * bool(self.prefixes)}"
+
+
+class Sweep(NamedTuple):
+    """Over one size: all its values, those with --quick, the shape with 0 for it; what is measured of each dtype."""
+
+    sizes: tuple[int, ...]
+    few: tuple[int, ...]
+    shape: tuple[int, int, int, int]
+    float32: tuple[Way, ...]
+    bfloat16: tuple[Way, ...]
+
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SWEEPS = {
+    "kv sweep": Sweep(LENGTHS, (2048, 8192, 32768), (1, 64, 17, 0), BESIDE_BOTH, BESIDE_MOST),
+    "Q sweep": Sweep((1, 2, 5, 9, 17, 33, 65), (5, 17, 65), (8, 64, 0, 2048), BESIDE_BOTH, BESIDE_MOST),
+    "H sweep": Sweep((8, 16, 32, 64, 128), (16, 64, 128), (8, 0, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
+    "B sweep": Sweep((1, 2, 8, 32, 64), (2, 8, 32), (0, 64, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
+    "page sweep": Sweep((1, 16, 32, 64, 256), (1, 16, 64), (8, 64, 9, 2048), BESIDE_EAGER[:1], BESIDE_TRITON),
+}
+
+
+def swept(name: str, quick: bool) -> list[Case]:
+    """The cases of a sweep; with ``quick`` fewer sizes, and peers that need no compilation for them."""
+    sweep, found = SWEEPS[name], []
+    for dtype, ways in (("float32", sweep.float32), ("bfloat16", sweep.bfloat16)):
+        for size in sweep.few if quick else sweep.sizes:
+            some = tuple(way for way in ways if not quick or way in BESIDE_BOTH)
+            case = Case(sweep.shape, dtype, ways=some, sweep=name)
+            if name == "page sweep":
+                found.append(case._replace(page_size=size))
+            else:
+                found.append(case._replace(shape=tuple(n or size for n in sweep.shape)))
+    return found
 
 
 CASES = (
     *(
-        Case(shape, dtype)
+        Case(shape, dtype, ways=USUAL + FLEX if (dtype, shape) == ("bfloat16", (8, 64, 9, 2048)) else USUAL)
         for shape in ((1, 64, 17, 2048), (8, 64, 9, 2048), (64, 16, 33, 1024), (2, 8, 9, 37), (1, 8, 9, 40000))
         for dtype in ("float32", "bfloat16")
     ),
-    Case((1, 64, 17, 131072), "float32"),
-    Case((1, 64, 17, 131072), "bfloat16", ways=BESIDE_PEER),
-    Case((1, 64, 65, 32768), "float32", ways=BESIDE_PEER),
-    Case((32, 64, 9, 8192), "bfloat16", ways=BESIDE_PEER),
+    Case((1, 64, 17, 131072), "float32", ways=(*BESIDE_EAGER, ("flash_small", EVEN))),
+    Case((1, 64, 17, 131072), "bfloat16", ways=BESIDE_MOST),
+    Case((1, 64, 65, 32768), "float32", ways=BESIDE_EAGER),
+    Case((1, 64, 65, 32768), "bfloat16", ways=BESIDE_MOST),
+    Case((32, 64, 9, 8192), "bfloat16", ways=BESIDE_MOST + FLEX),
+    Case((32, 128, 2, 8192), "bfloat16", ways=BESIDE_MOST),
     # Parts of fixed size, in a batch of equal lengths and in one of very different ones.
     Case((8, 64, 9, 2048), "float32", ways=(("flash", "1"), ("flash", CHUNKS))),
     Case((len(RAGGED), 64, 9, max(RAGGED)), "float32", ways=IN_PARTS, prefixes=RAGGED),
     # The same kernels on inputs of small logit spread, where errors in the logits all but vanish.
     Case((2, 8, 9, 37), "float32", logit_std=0.02),
 )
-QUICK = (Case((8, 64, 9, 2048), "float32"), Case((2, 8, 9, 37), "float32"))
-
-FIELDS = (
-    *("case", "B", "H", "Q", "prefix", "dtype", "variant", "splits", "tiles", "rel_frobenius", "max_abs", "lse_error"),
-    *("bound", "right", "microseconds", "spread_microseconds", "tflops", "repeats", "note", *MACHINE),
+QUICK = (
+    Case((8, 64, 9, 2048), "float32", ways=(("three_phase", ""), *BESIDE_BOTH)),
+    Case((8, 64, 9, 2048), "bfloat16", ways=BESIDE_MOST),
+)
+# What a kernel of someone else is tried on.
+AGAINST = (
+    *(Case((8, 64, 9, 2048), dtype, ways=BESIDE_BOTH) for dtype in ("float32", "bfloat16")),
+    *(Case((1, 64, 17, n), "bfloat16", ways=BESIDE_BOTH, sweep="kv sweep") for n in (2048, 8192, 32768)),
+    Case((4, 16, 9, 300), "float32", ways=BESIDE_BOTH, prefixes=(300, 0, 17, 128)),
 )
 
-
-def flops(num_heads: int, num_nodes: int, prefixes: list[int]) -> int:
-    """Multiplications and additions of all nodes over prefix and tree; masked tree keys are counted too."""
-    return 2 * num_nodes * num_heads * sum(n + num_nodes for n in prefixes) * (HEAD_DIM + KV_LORA_RANK)
+FIELDS = (
+    *("case", "B", "H", "Q", "prefix", "page_size", "dtype", "variant", "splits", "tiles"),
+    *("rel_frobenius", "max_abs", "lse_error", "bound", "right"),
+    *("microseconds", "spread_microseconds", "tflops", "gb_per_s", *TIMES[2:], "repeats", "note", *MACHINE),
+)
 
 
 def random_parents(batch: int, num_nodes: int) -> np.ndarray:
@@ -110,13 +163,11 @@ def random_parents(batch: int, num_nodes: int) -> np.ndarray:
     return parents
 
 
-class Gpu(bench_trees.Gpu):
-    """All that needs PyTorch and a GPU. Tests put NumPy in its place."""
+class Gpu(harness.Gpu):
+    """Inputs, exact results and peers. Tests put NumPy in its place."""
 
-    place = "cuda"
-
-    def __init__(self, commit: str, repeats: int) -> None:
-        super().__init__(commit, repeats)
+    def __init__(self, commit: str, repeats: int = harness.REPEATS, sustain: float = harness.SUSTAIN) -> None:
+        super().__init__(commit, repeats, sustain)
         self.torch.backends.cuda.matmul.allow_tf32 = False
 
     def inputs(self, case: Case) -> dict[str, Any]:
@@ -130,12 +181,23 @@ class Gpu(bench_trees.Gpu):
 
         q = normal(batch, num_nodes, num_heads, HEAD_DIM) * (case.logit_std / (dd.KIMI_K2_SM_SCALE * HEAD_DIM**0.5))
         lengths = case.prefixes or (prefix,) * batch
-        return {
+        found = {
             "q": q.to(dtype),
             "kv_cache": normal(batch, prefix + num_nodes, HEAD_DIM).to(dtype),
             "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=self.place),
             "tree_mask": torch.from_numpy(dd.mask_from_parents(random_parents(batch, num_nodes))).to(self.place),
         }
+        return found | self.paged(found["kv_cache"], case.page_size) if case.page_size else found
+
+    def paged(self, cache: Any, page_size: int) -> dict[str, Any]:
+        """The cache in pages that lie in no order."""
+        torch, (batch, keys, head_dim) = self.torch, cache.shape
+        cache = torch.nn.functional.pad(cache, (0, 0, 0, -keys % page_size)).view(-1, page_size, head_dim)
+        generator = torch.Generator(self.place).manual_seed(1)
+        order = torch.randperm(len(cache), device=self.place, generator=generator)
+        table = torch.empty_like(order)
+        table[order] = torch.arange(len(cache), device=self.place)
+        return {"kv_cache": cache[order], "block_table": table.int().view(batch, -1)}
 
     def from_file(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a reference file; the mask as bool, as in all other rows."""
@@ -171,28 +233,14 @@ class Gpu(bench_trees.Gpu):
             parts.append((q[one], rows, mask[one]))
         return parts
 
-    def eager(self, inputs: dict[str, Any], sm_scale: float) -> Callable[[], tuple[Any, Any]]:
-        """What PyTorch computes operator by operator."""
-        torch, parts = self.torch, self.dense(inputs)
+    def peer(self, name: str, inputs: dict[str, Any], results: dict[str, Any], sm_scale: float) -> peers.Peer:
+        """A call of one of `peers.PEERS`."""
+        parts = self.dense(inputs)
+        return peers.PEERS[name](peers.Problem(self.torch, inputs, parts, results, sm_scale))
 
-        def call() -> tuple[Any, Any]:
-            results = [self.eager_dense(*part, sm_scale) for part in parts]
-            if len(results) == 1:
-                return results[0]
-            return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
-
-        return call
-
-    def eager_dense(self, q: Any, cache: Any, mask: Any, sm_scale: float) -> tuple[Any, Any]:
-        """One batch of equal lengths; a node that sees nothing gets 0 and -inf."""
-        torch, (batch, num_nodes, num_heads, head_dim) = self.torch, q.shape
-        scores = torch.matmul(q.reshape(batch, -1, head_dim), cache.transpose(1, 2)).mul_(sm_scale)
-        scores = scores.view(batch, num_nodes, num_heads, -1)
-        scores[..., -num_nodes:].masked_fill_(~mask[:, :, None, :], float("-inf"))
-        lse = torch.logsumexp(scores, -1)
-        p = torch.softmax(scores, -1).masked_fill_(lse[..., None] == float("-inf"), 0)
-        out = torch.matmul(p.view(batch, num_nodes * num_heads, -1), cache[..., :KV_LORA_RANK])
-        return out.view(*q.shape[:3], -1), lse
+    def causal(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The same problem with a chain in place of each tree."""
+        return {**inputs, "tree_mask": self.torch.ones_like(inputs["tree_mask"]).tril()}
 
     def exact(self, inputs: dict[str, Any], sm_scale: float) -> tuple[Any, Any, float]:
         """out and lse in float64, and the logit_magnitude of the error bounds; piece by piece for the memory's sake."""
@@ -221,24 +269,35 @@ class Gpu(bench_trees.Gpu):
         return p @ keys[:, :KV_LORA_RANK], lse, squares
 
     def errors(self, found: tuple[Any, Any], exact: tuple[Any, Any]) -> dict[str, float]:
-        """Relative Frobenius and maximum error of out, and of lse relative to max(1, |lse|)."""
+        """Relative Frobenius and maximum error of out; that of lse, if there is one, relative to max(1, |lse|)."""
         torch, (out, lse), (exact_out, exact_lse) = self.torch, found, exact
         difference = out.double() - exact_out
-        of_lse = torch.where(lse == exact_lse, 0.0, (lse.double() - exact_lse).abs() / exact_lse.abs().clamp(min=1))
-        return {
+        errors = {
             "rel_frobenius": float(difference.norm() / exact_out.norm()),
             "max_abs": float(difference.abs().max()),
-            "lse_error": float(of_lse.max()),
         }
+        if lse is not None:
+            scale = exact_lse.abs().clamp(min=1)
+            of_lse = torch.where(lse == exact_lse, 0.0, (lse.double() - exact_lse).abs() / scale)
+            errors["lse_error"] = float(of_lse.max())
+        return errors
+
+    def largest(self, x: Any) -> float:
+        """The largest absolute value."""
+        return float(x.abs().max())
 
     def cast(self, x: Any, dtype: str) -> Any:
         """Rounded to a dtype."""
         return x.to(getattr(self.torch, dtype))
 
-    def time(self, call: Callable[[], Any], calls_in_graph: int = 1) -> dict[str, str]:
-        """Device time of a call alone."""
-        median, spread = self.alone(call)
-        return {"microseconds": f"{median:.1f}", "spread_microseconds": f"{spread:.1f}"}
+    def timed(self, call: Callable[..., Any], inputs: tuple[Any, ...], sustain: bool) -> dict[str, str]:
+        """The usual times; the sustained ones take longer than all others together, and are left out but for some."""
+        kept = self.sustain
+        self.sustain = kept if sustain else 0.0
+        try:
+            return self.time(call, inputs=inputs)
+        finally:
+            self.sustain = kept
 
 
 @contextmanager
@@ -269,63 +328,118 @@ def bounds(gpu: Any, exact: tuple[Any, Any, float], dtype: str, num_keys: int) -
 
 
 def rows_of(
-    gpu: Any, name: str, inputs: dict[str, Any], dtype: str, ways: tuple[Way, ...], sm_scale: float, exact: Any
+    gpu: Any,
+    name: str,
+    case: Case,
+    inputs: dict[str, Any],
+    sm_scale: float,
+    exact: Any,
+    others: dict[str, Operator] | None = None,
 ) -> Iterator[Row]:
-    """Rows of one problem: errors first, then, if they are within bounds, times."""
-    batch, num_nodes, num_heads, _ = inputs["q"].shape
+    """Rows of one problem, ours, peers' and ``others``': errors first, then, if they are within bounds, times."""
+    (batch, num_heads, num_nodes, longest), dtype, others = case.shape, case.dtype, others or {}
     prefixes = [int(n) for n in inputs["cache_seqlens"]]
-    work = flops(num_heads, num_nodes, prefixes)
-    limits = bounds(gpu, exact, dtype, max(prefixes) + num_nodes)
+    widths = {"kv_lora_rank": KV_LORA_RANK, "qk_rope_head_dim": HEAD_DIM - KV_LORA_RANK}
+    work = verify.flops(num_nodes, num_heads, prefixes, **widths)
+    nbytes = verify.bytes_moved(num_nodes, num_heads, prefixes, ITEMSIZE[dtype], **widths)
+    limits = bounds(gpu, exact, dtype, longest + num_nodes)
     results = gpu.results(inputs)
-    known: Row = {"case": name, "B": batch, "H": num_heads, "Q": num_nodes, "prefix": max(prefixes), "dtype": dtype}
+    known: Row = {"case": name, "B": batch, "H": num_heads, "Q": num_nodes, "prefix": longest, "dtype": dtype}
+    known["page_size"] = case.page_size or ""
+    sustain = case.shape in SUSTAINED and not case.sweep
     small, taken = f"{flash.SMALL.rows}x{flash.SMALL.keys}", ""
-    for variant, splits in ways:
+    for variant, splits in (*case.ways, *((other, "") for other in others)):
         if variant == "three_phase" and work > THREE_PHASE_FLOPS:
             continue
         if variant == "flash_small" and taken == small:
             continue  # flash itself has just taken these
-        bound = limits["three_phase" if variant == "three_phase" else "flash"]
-        row: Row = {**known, "variant": variant, "splits": splits, "bound": f"{bound:.3e}"}
-        if variant == "torch_eager":
-            call = gpu.eager(inputs, sm_scale)
+        bound, lse_bound = limits["three_phase" if variant == "three_phase" else "flash"], LSE_BOUND
+        if variant in peers.PEERS:
+            if not peers.takes(variant, dtype):
+                continue
+            bound, lse_bound = peers.BOUNDS[dtype]
+            make = partial(gpu.peer, variant, inputs, results, sm_scale)
+        elif variant in others:
+            if dtype == "float32":
+                bound = peers.BOUNDS[dtype][0]  # the bounds of ours follow from the order of our sums
+            make = partial(bound_to, others[variant], inputs, results, sm_scale)
         else:
-
-            def call(way: dict[str, Any] = WAYS[variant, splits]) -> Any:
-                return dd.verify_attention(**inputs, **results, sm_scale=sm_scale, kv_lora_rank=KV_LORA_RANK, **way)
-
-        def right(
-            row: Row = row, ours: bool = variant != "torch_eager", call: Callable[[], Any] = call, bound: float = bound
-        ) -> bool:
-            spoil(*results.values())
-            errors = gpu.errors(call(), exact[:2])
-            row.update({key: f"{value:.3e}" for key, value in errors.items()})
-            return not ours or (errors["rel_frobenius"] <= bound and errors["lse_error"] <= LSE_BOUND)
-
+            make = partial(bound_to, dd.verify_attention, inputs, results, sm_scale, **WAYS[variant, splits])
+        row: Row = {**known, "variant": variant, "splits": splits, "bound": f"{bound:.3e}"}
+        truth = exact
+        if variant in peers.CAUSAL:
+            truth = gpu.exact(gpu.causal(inputs), sm_scale)
         with planned((flash.SMALL,) if variant == "flash_small" else None) as plans:
-            found = measured(row, gpu, right, call, gpu.time)  # with what `right` has put into the row
+            found = measured_row(gpu, row, make, results, truth[:2], (bound, lse_bound), sustain)
         if plans:
             found["tiles"] = f"{plans[0].shape.tiles.rows}x{plans[0].shape.tiles.keys}"
         if variant == "flash":
             taken = found.get("tiles", "")
-        if "microseconds" in found:
-            found["tflops"] = f"{work / float(found['microseconds']) / 1e6:.2f}"
-        yield found
+        yield with_rate(with_rate(found, "tflops", work), "gb_per_s", nbytes)
+
+
+def bound_to(operator: Operator, inputs: dict[str, Any], results: Any, sm_scale: float, **way: Any) -> peers.Peer:
+    """A call of an operator with all but q and the cache given."""
+    given = {name: x for name, x in inputs.items() if name not in ("q", "kv_cache")}
+    call = partial(operator, **given, **results, sm_scale=sm_scale, kv_lora_rank=KV_LORA_RANK, **way)
+    return peers.Peer(call, (inputs["q"], inputs["kv_cache"]))
+
+
+def measured_row(
+    gpu: Any,
+    row: Row,
+    make: Callable[[], peers.Peer],
+    results: dict[str, Any],
+    exact: tuple[Any, Any],
+    limits: tuple[float, float],
+    sustain: bool,
+) -> Row:
+    """The row with its errors, and with its times if they are within the limits of out and lse."""
+    found: Row = {}
+    made: list[peers.Peer] = []
+
+    def right() -> bool:
+        made.append(make())
+        spoil(*results.values())
+        errors = gpu.errors(made[0].call(*made[0].arrays), exact)
+        found.update({name: f"{value:.3e}" for name, value in errors.items()})
+        return errors["rel_frobenius"] <= limits[0] and errors.get("lse_error", 0.0) <= limits[1]  # a NaN is not
+
+    measurement = measured(row, gpu, right, make, lambda _: gpu.timed(*made[0], sustain))
+    notes = [peers.NOTES.get(row["variant"], ""), short(measurement.get("note", ""))]
+    if found and not measurement["right"] and not notes[1]:
+        notes.append("error above its bound")
+    return {**measurement, **found, "note": "; ".join(filter(None, notes))}
+
+
+def short(note: str) -> str:
+    """As much of a note as a table bears: what compilers say goes on for pages."""
+    return shorten(note, MOST_NOTE)
 
 
 def reference_rows(gpu: Any, path: Path) -> Iterator[Row]:
     """Rows for one reference file, against the expected values stored in it."""
     tensors = kdtr.read(path)
     exact = gpu.to_gpu(tensors["out"]), gpu.to_gpu(tensors["lse"]), float(tensors["logit_magnitude"])
-    ways = (("three_phase", ""), *BESIDE_PEER)
-    dtype, sm_scale = tensors["q"].dtype.name, float(tensors["sm_scale"])
-    yield from rows_of(gpu, path.stem, gpu.from_file(tensors), dtype, ways, sm_scale, exact)
+    batch, num_nodes, num_heads, _ = tensors["q"].shape
+    shape = (batch, num_heads, num_nodes, int(tensors["cache_seqlens"].max()))
+    case = Case(shape, tensors["q"].dtype.name, ways=(("three_phase", ""), *BESIDE_EAGER))
+    yield from rows_of(gpu, path.stem, case, gpu.from_file(tensors), float(tensors["sm_scale"]), exact)
 
 
-def case_rows(gpu: Any, case: Case) -> Iterator[Row]:
+def case_rows(gpu: Any, case: Case, others: dict[str, Operator] | None = None) -> Iterator[Row]:
     """Rows for one random problem, against float64."""
-    inputs = gpu.inputs(case)
-    exact = gpu.exact(inputs, dd.KIMI_K2_SM_SCALE)
-    yield from rows_of(gpu, case.name, inputs, case.dtype, case.ways, dd.KIMI_K2_SM_SCALE, exact)
+    inputs, sm_scale = gpu.inputs(case), dd.KIMI_K2_SM_SCALE
+    yield from rows_of(gpu, case.name, case, inputs, sm_scale, gpu.exact(inputs, sm_scale), others)
+
+
+def rows_against(gpu: Any, name: str, call: Operator) -> Iterator[Row]:
+    """A kernel of someone else beside flash and two peers.
+
+    Its results are held to what ours are in 16 bits, and in float32 to the bound of the peers.
+    """
+    for case in AGAINST:
+        yield from case_rows(gpu, case, {name: call})
 
 
 def files() -> list[Path]:
@@ -339,52 +453,31 @@ def files() -> list[Path]:
     ]
 
 
-def jobs(gpu: Any, quick: bool) -> list[Callable[[], Iterator[Row]]]:
+def jobs(gpu: Any, quick: bool) -> list[Job]:
     """The measurements one after the other."""
-    some, cases = (files()[:1], QUICK) if quick else (files(), CASES)
+    cases = [*(QUICK if quick else CASES), *(case for name in SWEEPS for case in swept(name, quick))]
     return [
-        *(lambda p=path: reference_rows(gpu, p) for path in some),
-        *(lambda c=case: case_rows(gpu, c) for case in cases),
+        *(partial(reference_rows, gpu, path) for path in ([] if quick else files())),
+        *(partial(case_rows, gpu, case) for case in cases),
     ]
 
 
 def line(row: Row) -> str:
     """A row for people."""
-    shape = ",".join(f"{row[name]:>{width}}" for name, width in (("B", 3), ("H", 3), ("Q", 3), ("prefix", 6)))
-    way = f"{row['variant']:12}{row['splits']:10}{row.get('tiles', ''):6}"
-    found = f"rel {row.get('rel_frobenius', '-')} (bound {row['bound']}) lse {row.get('lse_error', '-')}"
-    times = f"{row.get('microseconds', '-'):>9} us {row.get('tflops', '-'):>6} TFLOP/s"
-    text = f"{row['case']:26}{shape} {row['dtype']:9}{way} {found} {times}"
-    return f"{text} {row.get('note', '')}{'' if row['right'] else '  WRONG'}"
+    shape = ",".join(f"{row.get(n, ''):>{width}}" for n, width in (("B", 3), ("H", 3), ("Q", 3), ("prefix", 6)))
+    pages = f"p{row['page_size']}" if row.get("page_size") else ""
+    way = f"{row['variant']:15}{row.get('splits', ''):10}{row.get('tiles', ''):6}"
+    found = f"rel {row.get('rel_frobenius', '-'):9} (bound {row.get('bound', '-'):9}) lse {row.get('lse_error', '-'):9}"
+    rates = f"{row.get('tflops', '-'):>7} TFLOP/s {row.get('gb_per_s', '-'):>5} GB/s"
+    text = f"{row.get('case', ''):26}{shape} {pages:5}{row.get('dtype', ''):9}{way} {found} {rates}"
+    return text + harness.times_of(row)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, print; 1 when a result was wrong, 2 when nothing can be measured here."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("profiling/results/local"), help="folder for the CSV")
-    parser.add_argument("--commit", help="commit that is measured; default: what git says")
-    parser.add_argument("--quick", action="store_true", help="three problems, to verify_attention_quick.csv")
-    options = parser.parse_args(arguments)
-    if runtime.SIMULATOR:
-        print(f"this measures a GPU, and there is none: {runtime.REASON}", file=sys.stderr)
-        return 2
-    try:
-        gpu = Gpu(options.commit or commit_here(), 5 if options.quick else REPEATS)
-    except ImportError as error:
-        needs = "this compares with PyTorch and reads the clocks; pip install torch nvidia-ml-py"
-        print(f"{error}: {needs}", file=sys.stderr)
-        return 2
-    except RuntimeError as error:
-        print(f"this measures a GPU, and there is none: {error}", file=sys.stderr)
-        return 2
-    rows: list[Row] = []
-    for job in track(jobs(gpu, options.quick), "measuring", console=Console(stderr=True)):
-        for row in job():
-            print(line(row), flush=True)
-            rows.append(row)
-    name = "verify_attention_quick.csv" if options.quick else "verify_attention.csv"
-    write_rows(options.out / name, rows, FIELDS)
-    return 0 if all(row["right"] for row in rows) else 1
+    """Measure, print, write."""
+    count = lambda quick: len(jobs(None, quick))  # noqa: E731
+    names = tuple(peers.PEERS)
+    return harness.main(__doc__, "verify_attention", FIELDS, jobs, count, line, Gpu, arguments, names)
 
 
 if __name__ == "__main__":

@@ -38,12 +38,19 @@ SHARE = 0.03
 TICK = 0.3
 ERROR_SHARE = 0.02
 
-TIMES = {"microseconds": "spread_microseconds", "dirty_microseconds": "", "graph_us": "", "host_us": ""}
-ERRORS = ("rel_frobenius", "max_abs", "lse_error")
+TIMES = {
+    "microseconds": "spread_microseconds",
+    "dirty_microseconds": "",
+    "graph_us": "",
+    "host_us": "",
+    "sustained_us": "",
+}
+ERRORS = ("rel_frobenius", "max_abs", "max_ulp", "lse_error")
 # What follows from times, and what says nothing of speed or error.
 DERIVED = ("spread_microseconds", "gb_per_s", "tflops", "repeats", "note", "bound", "checked", "logit_magnitude")
+DERIVED += ("sustained_mhz", "sustained_w", "sustained_gb_per_s", "sustained_tflops")
 MACHINE = ("gpu", "driver", "sm_clock_mhz", "cpu")
-VERSIONS = ("power_w", "temperature_c", "python", "numpy", "numba_cuda", "torch", "triton", "commit")
+VERSIONS = ("power_w", "temperature_c", "python", "numpy", "numba_cuda", "torch", "triton", "cupy", "commit")
 MEASURED = {*TIMES, *ERRORS, *DERIVED, *MACHINE, *VERSIONS, "right"}
 
 Row = dict[str, str]

@@ -1,155 +1,169 @@
-"""Draw the times of build_tree from the CSV alone: ``python profiling/plot_trees.py [--csv PATH] [--out DIR]``.
+"""Draw the times of build_tree from CSV alone: ``python profiling/plot_trees.py [--results DIR] [--out DIR]``.
 
-build_tree: microseconds for a batch of trees against its size, a panel for each budget, beside the heap on the CPU of
-the same run; in a light and a dark version, as SVG and PNG. The SVG's description holds the SHA-256 of the CSV, so that
-a test can tell that the figure shows the committed measurements. Needs matplotlib.
+- build_tree: microseconds for a batch of trees against its size, a panel for each budget, beside the heap on the CPU of
+  the same run.
+- build_tree_budget: the same against the budget, a panel for each size of the batch.
+- build_tree_sweeps, topk_sweeps: microseconds against one size at a time: candidates of a position and positions for
+  trees; also vocabulary and batch for topk_logprobs.
+
+Needs matplotlib.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-from dataclasses import dataclass
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
-import tables
+import style
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from style import Drawing, Label, Rows, Theme
 
-FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 BUDGETS = ("16", "64", "256", "1024")
+BATCHES = ("1", "8", "64", "256")
+VARIANTS = ("frontier", "heap", "cpu_heap")
+LEFT_OUT = ("refs_trees", "rounds")  # the one is another CPU heap, the other is not swept
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours that differ between a light and a dark page; the curves' are Okabe and Ito's."""
-
-    name: str
-    page: str
-    text: str
-    faint: str
-    curves: dict[str, str]  # by variant
+SIZES = ("B", "L", "V", "K", "budget")
+# What each sweep changes, and its name.
+BUILD_SWEEPS = {"K": "candidates of a position", "L": "positions"}
+TOPK_SWEEPS = {"V": "tokens of the vocabulary", "K": "candidates", "L": "positions", "B": "requests"}
 
 
-THEMES = (
-    Theme("light", "#ffffff", "#1f2328", "#d8dee4", {"frontier": "#0072B2", "heap": "#009E73", "cpu_heap": "#D55E00"}),
-    Theme("dark", "#0d1117", "#e6edf3", "#30363d", {"frontier": "#56B4E9", "heap": "#2BC49A", "cpu_heap": "#E69F00"}),
-)
-MARKERS = {"frontier": "o", "heap": "s", "cpu_heap": "^"}  # shapes too, for who sees no colours
-
-# Name of each curve, the point it stands at, offset from there in points, alignment: where no other curve can pass.
-LABELS = {
-    "frontier": ("GPU frontier", 0, (-3, -7), "left", "top"),
-    "heap": ("GPU heap", 1, (0, 8), "center", "bottom"),
-    "cpu_heap": ("CPU heap", -2, (-7, 3), "right", "bottom"),
-}
+def usual(rows: Rows, *sweeps: str) -> Rows:
+    """Trees of float32 logits with as many candidates as nodes, and of these sweeps."""
+    inputs = ("float32 logits", *(f"float32 logits, {sweep}" for sweep in sweeps))
+    rows = [row for row in rows if row["operator"] == "build_tree" and row["inputs"] in inputs]
+    return [row for row in rows if row["microseconds"]]
 
 
-def curve(rows: list[dict[str, str]], variant: str, budget: str) -> tuple[list[int], list[float]]:
-    """Batches and microseconds of one curve, rising."""
+def curve(rows: Rows, x: str, **known: str) -> tuple[list[int], list[float]]:
+    """Sizes and microseconds of the rows that have these values, rising."""
     points = sorted(
-        (int(row["B"]), float(row["microseconds"]))
+        (int(row[x]), float(row["microseconds"]))
         for row in rows
-        if (row["variant"], row["budget"]) == (variant, budget) and row["microseconds"]
+        if all(row[name] == value for name, value in known.items())
     )
-    return [batch for batch, _ in points], [microseconds for _, microseconds in points]
+    return [size for size, _ in points], [time for _, time in points]
 
 
-def duration(microseconds: float, _: object = None) -> str:
-    """A round time in the unit that people would use."""
-    for size, unit in ((1e6, "s"), (1e3, "ms")):
-        if microseconds >= size:
-            return f"{microseconds / size:g} {unit}"
-    return f"{microseconds:g} µs"
-
-
-def draw_panel(axes: Axes, rows: list[dict[str, str]], budget: str, theme: Theme) -> None:
-    """The curves of one budget."""
-    for variant, colour in theme.curves.items():
-        batches, times = curve(rows, variant, budget)
-        if not batches:
-            continue
-        line = axes.plot(batches, times, color=colour, marker=MARKERS[variant], ms=4.5, lw=1.8, zorder=3)[0]
-        line.set_gid(f"{variant}-{budget}")
+def draw_curves(axes: Axes, theme: Theme, rows: Rows, x: str, variants: Sequence[str], gid: str) -> list[Label]:
+    """The curves of one panel."""
+    names = []
+    for variant in variants:
+        points = curve(rows, x, variant=variant)
+        if points[0]:
+            colour, shown = style.colour(theme, variant), style.look(variant)
+            line = axes.plot(*points, color=colour, marker=shown.marker, ms=4.5, lw=1.8, zorder=3)[0]
+            line.set_gid(f"{variant}-{gid}")
+            names.append(Label(shown.name, colour, *points))
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_title(f"tree_budget = {budget}", fontsize=9.5, color=theme.text, pad=7)
+    axes.margins(x=0.08, y=0.12)
+    sizes = sorted({int(row[x]) for row in rows})
+    style.fixed_ticks(axes.xaxis, style.spread_out(sizes, 4))
+    return names
 
 
-def draw_labels(axes: Axes, rows: list[dict[str, str]], budget: str, theme: Theme) -> None:
-    """Names on the curves of a panel."""
-    for variant, (name, at, offset, horizontal, vertical) in LABELS.items():
-        points = list(zip(*curve(rows, variant, budget), strict=True))
-        if points:
-            axes.annotate(
-                name,
-                points[max(at, -len(points))],
-                xytext=offset,
-                textcoords="offset points",
-                ha=horizontal,
-                va=vertical,
-                fontsize=8.5,
-                fontweight="bold",
-                color=theme.curves[variant],
-            )
+def times_axis(axes: Axes) -> None:
+    """Round times."""
+    style.log_ticks(axes.yaxis, style.duration)
 
 
-def draw(rows: list[dict[str, str]], theme: Theme) -> plt.Figure:
-    """The whole figure, 9 inches wide: 900 px at 100 dpi."""
-    rows = [row for row in rows if row["operator"] == "build_tree" and row["inputs"] == "float32 logits"]
-    budgets = [budget for budget in BUDGETS if any(row["budget"] == budget for row in rows)]
-    batches = sorted({int(row["B"]) for row in rows})
-    figure, every = plt.subplots(1, len(budgets), figsize=(9.0, 3.5), sharey=True, squeeze=False, facecolor=theme.page)
-    for axes, budget in zip(every[0], budgets, strict=True):
-        draw_panel(axes, rows, budget, theme)
-        axes.set_facecolor(theme.page)
-        axes.xaxis.set_major_locator(FixedLocator(batches))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda batch, _: f"{batch:g}"))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(duration))
-        axes.grid(color=theme.faint, lw=0.7)
-        axes.tick_params(colors=theme.text, labelsize=7.5, length=0, pad=5)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-    draw_labels(every[0][0], rows, budgets[0], theme)
-    low, high = every[0][0].get_ylim()
-    every[0][0].set_ylim(low / 2, high)  # room for the lowest curve's name
+def draw_panels(theme: Theme, rows: Rows, x: str, panel: str, values: Sequence[str], head: str) -> plt.Figure | None:
+    """Times against one column, a panel for each value of the other."""
+    panels = {value: [row for row in rows if row[panel] == value] for value in values}
+    panels = {value: some for value, some in panels.items() if len({row[x] for row in some}) > 1}
+    if not panels:
+        return None
+    figure, every = style.panels(theme, 1, len(panels), 3.5, sharey=True)
+    labels = []
+    for axes, (value, some) in zip(every[0], panels.items(), strict=True):
+        labels.append((axes, draw_curves(axes, theme, some, x, VARIANTS, value)))
+        name = f"tree_budget = {value}" if panel == "budget" else f"{value} request{'s' * (value != '1')}"
+        style.title(axes, theme, name)
+    times_axis(every[0][0])
     row = next(row for row in rows if row["gpu"])
-    figure.text(0.012, 0.955, "Time to build the draft trees of a batch", fontsize=11, color=theme.text, va="center")
-    figure.text(0.53, 0.035, "requests in the batch", fontsize=8.5, color=theme.text, ha="center", va="center")
-    where = f"{row['gpu']}, {row['cpu']}"
-    figure.text(0.988, 0.955, where, fontsize=8, color=theme.text, alpha=0.75, ha="right", va="center")
-    figure.subplots_adjust(left=0.075, right=0.988, top=0.81, bottom=0.155, wspace=0.1)
+    style.headline(figure, theme, head, f"{row['gpu']}, {row['cpu']}")
+    style.below(figure, theme, "requests in the batch" if x == "B" else "tree_budget")
+    style.margins(figure, left=0.68, top=0.68, bottom=0.52, across=0.2)
+    for axes, names in labels:
+        style.label_curves(axes, names)
     return figure
 
 
-def describe(path: Path) -> str:
-    """What the SVG says of itself: the measurements it shows."""
-    return f"Drawn by profiling/plot_trees.py from {path.name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()}"
+def draw_batches(theme: Theme, rows: Rows) -> plt.Figure | None:
+    """Against the size of the batch."""
+    head = "Time to build the draft trees of a batch"
+    return draw_panels(theme, usual(rows), "B", "budget", BUDGETS, head)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Write the four files."""
-    parser = argparse.ArgumentParser(description="Draw the times of build_tree.")
-    parser.add_argument("--csv", type=Path, default=tables.TREES, metavar="PATH", help="measurements")
-    parser.add_argument("--out", type=Path, default=FIGURES, metavar="DIR", help="folder; default: docs/figures")
-    options = parser.parse_args(arguments)
-    rows = tables.read_rows(options.csv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({"svg.hashsalt": "ddtree_numba", "svg.fonttype": "path", "font.family": "DejaVu Sans"}):
-        for theme in THEMES:
-            figure = draw(rows, theme)
-            name = f"build_tree_{theme.name}"
-            figure.savefig(options.out / f"{name}.svg", metadata={"Date": None, "Description": describe(options.csv)})
-            figure.savefig(options.out / f"{name}.png", dpi=200, metadata={"Software": None})
-            plt.close(figure)
+def draw_budgets(theme: Theme, rows: Rows) -> plt.Figure | None:
+    """Against the budget."""
+    head = "Time to build draft trees against their size"
+    return draw_panels(theme, usual(rows, "budget sweep"), "budget", "B", BATCHES, head)
+
+
+def draw_sweeps(theme: Theme, rows: Rows, sweeps: dict[str, str], dtype: str, head: str) -> plt.Figure | None:
+    """A panel for each sweep: its rows, and that of the usual sizes, which belongs to all of them."""
+    panels = {}
+    for x in sweeps:
+        swept = [row for row in rows if row["inputs"] == f"{dtype}, {x} sweep" and row["microseconds"]]
+        others = [name for name in SIZES if name != x]
+        same = {tuple(row[name] for name in others) for row in swept}
+        base = [row for row in rows if row["inputs"] == dtype and row["microseconds"]]
+        panels[x] = swept + [row for row in base if tuple(row[name] for name in others) in same]
+    panels = {x: some for x, some in panels.items() if len({row[x] for row in some}) > 1}
+    if not panels:
+        return None
+    figure, every = style.panels(theme, 1, len(panels), 3.3, sharey=True)
+    labels = []
+    for axes, (x, some) in zip(every[0], panels.items(), strict=True):
+        variants = [v for v in style.LOOKS if any(row["variant"] == v for row in some) and v not in LEFT_OUT]
+        labels.append((axes, draw_curves(axes, theme, some, x, variants, x)))
+        style.title(axes, theme, sweeps[x])
+        fixed = (f"{name} = {int(some[0][name]):,}" for name in SIZES if name != x and some[0][name])
+        axes.set_xlabel(", ".join(fixed), fontsize=7.5, color=theme.text, labelpad=8)
+    times_axis(every[0][0])
+    style.headline(figure, theme, head, style.gpu_of(rows))
+    style.margins(figure, left=0.68, top=0.68, bottom=0.6, across=0.2)
+    for axes, names in labels:
+        style.label_curves(axes, names)
+    return figure
+
+
+def draw_build_sweeps(theme: Theme, rows: Rows) -> plt.Figure | None:
+    """Trees against one size at a time."""
+    rows = [row for row in rows if row["operator"] == "build_tree"]
+    return draw_sweeps(theme, rows, BUILD_SWEEPS, "float32 logits", "Time to build draft trees against one size")
+
+
+def draw_topk_sweeps(theme: Theme, rows: Rows) -> plt.Figure | None:
+    """topk_logprobs against one size at a time."""
+    rows = [row for row in rows if row["operator"] == "topk_logprobs"]
+    return draw_sweeps(theme, rows, TOPK_SWEEPS, "bfloat16", "Time of topk_logprobs, bfloat16")
+
+
+DRAWINGS = (
+    Drawing(
+        *("build_tree", ("trees",), draw_batches),
+        "Time to build the draft trees of a batch against its size, for each budget, on the GPU and on the CPU.",
+    ),
+    Drawing(
+        *("build_tree_budget", ("trees",), draw_budgets),
+        "Time to build draft trees against their budget, for each size of the batch, on the GPU and on the CPU.",
+    ),
+    Drawing(
+        *("build_tree_sweeps", ("trees",), draw_build_sweeps),
+        "Time to build draft trees against the number of candidates of a position, and of positions.",
+    ),
+    Drawing(
+        *("topk_sweeps", ("trees",), draw_topk_sweeps),
+        "Time of topk_logprobs against one size at a time, beside PyTorch's topk, which computes no logarithms of "
+        "probabilities, and PyTorch's topk with logsumexp.",
+    ),
+)
 
 
 if __name__ == "__main__":
-    main()
+    style.main("Draw the times of build_tree.", DRAWINGS)

@@ -4,6 +4,11 @@ Run ``python profiling/resources.py``. The exit code is 1 when a kernel spills r
 registers than `MAX_REGISTERS`, or holds double-precision instructions other than where they belong: attention and top-k
 are float32 throughout, and a stray Python literal would be float64; the scores of the tree builders are float64 by
 contract, and accept_sampled takes uniforms of 64 bits. Needs the toolkit wheels of the extra ``compile``.
+
+``--mix`` prints two more tables. Occupancy: how many blocks and warps a multiprocessor holds at a time, and what limits
+them. Instructions: how many of each kind stand in the code, not how often they run; of the machine code where there is
+an nvdisasm (on the path, or from ``pip install nvidia-cuda-nvdisasm``), else of the PTX, where addresses and loops look
+different.
 """
 
 from __future__ import annotations
@@ -13,9 +18,15 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
+import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -67,6 +78,44 @@ MAX_REGISTERS = {
     "finish": 32,
 }
 TITLE = "shared: dynamic bytes a block; attention: prefix 2,048, 17 nodes; heap and frontier: L,K,budget"
+
+
+REGISTERS, REGISTER_UNIT, PARTITIONS = 65536, 256, 4  # of a multiprocessor; a warp gets them in such units
+SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes of shared memory of a block, beside its own
+# Warps and blocks that a multiprocessor holds, and its bytes of shared memory. CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"; cuda_occupancy.h of the toolkit.
+LIMITS = {
+    (8, 0): (64, 32, 164 << 10),
+    (8, 9): (48, 24, 100 << 10),
+    (9, 0): (64, 32, 228 << 10),
+    (10, 0): (64, 32, 228 << 10),
+    (12, 0): (48, 24, 100 << 10),
+}
+
+# Kinds of instructions: what their names begin with in machine code, and in PTX.
+KINDS = {
+    "FFMA": (r"FFMA", r"fma\.\S*f32"),
+    "FADD": (r"FADD", r"(add|sub)\.\S*f32"),
+    "FMUL": (r"FMUL", r"mul\.\S*f32"),
+    "MUFU": (r"MUFU", r"(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh)\.approx"),
+    "FP64": (r"D(ADD|MUL|FMA|SETP|MNMX)", r"\w+\.\S*f64"),
+    "LDS": (r"LDS", r"ld(\.volatile)?\.shared"),
+    "STS": (r"STS", r"st(\.volatile)?\.shared"),
+    "LDG": (r"LDG", r"ld(\.volatile)?\.global"),
+    "STG": (r"STG", r"st(\.volatile)?\.global"),
+    "LD": (r"LD\b", r"ld(\.volatile)?\.[ubfsv]\d"),  # of an address whose memory the compiler does not know
+    "ST": (r"ST\b", r"st(\.volatile)?\.[ubfsv]\d"),
+    "local": (r"(LDL|STL)", r"(ld|st)\.local"),
+    "SHFL": (r"SHFL", r"shfl"),
+    "VOTE": (r"(VOTE|REDUX|MATCH)", r"(vote|redux|match)"),
+    "BAR": (r"BAR", r"(bar|barrier)\."),
+    "BRA": (r"(BRA|BRX|JMP)", r"bra"),
+    "CALL": (r"CALL", r"call"),
+    "INT": (
+        r"U?(IMAD|IADD|VIADD|LEA|LOP|SHF|SHL|SHR|ISETP|V?IMNMX|IABS|PRMT|POPC|FLO|BREV)",
+        r"(add|sub|mul|mad|min|max|abs|neg|and|or|xor|not|shl|shr|setp|prmt|popc|clz|bfind|brev|shf|cvta)\b",
+    ),
+}
 
 
 class Kernel(NamedTuple):
@@ -298,8 +347,8 @@ def ptx_of(code: Any, cc: tuple[int, int]) -> str:
     return ptx
 
 
-def resources_of(ptx: str, cc: tuple[int, int]) -> dict:
-    """Compile to machine code; returns registers a thread, bytes spilled, of stack and of code, and float64 count."""
+def linked(ptx: str, cc: tuple[int, int]) -> tuple[str, bytes]:
+    """What nvJitLink says of the kernel, and the machine code."""
     linker = nvjitlink.create(2, [f"-arch=sm_{cc[0]}{cc[1]}", "-verbose"])
     try:
         data = ptx.encode()
@@ -307,18 +356,84 @@ def resources_of(ptx: str, cc: tuple[int, int]) -> dict:
         nvjitlink.complete(linker)
         log = bytearray(nvjitlink.get_info_log_size(linker))
         nvjitlink.get_info_log(linker, log)
-        code_bytes = nvjitlink.get_linked_cubin_size(linker)
+        cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
+        nvjitlink.get_linked_cubin(linker, cubin)
     finally:
         nvjitlink.destroy(linker)
-    text = log.decode()
+    return log.decode(), bytes(cubin)
+
+
+def resources_of(ptx: str, cc: tuple[int, int], mix: bool = False) -> dict:
+    """Compile to machine code; returns registers a thread, bytes spilled, of stack and of code, and float64 count.
+
+    With ``mix`` also the static shared memory of a block, and the instructions by kind.
+    """
+    text, cubin = linked(ptx, cc)
     used = {name: int(re.search(pattern, text)[1]) for name, pattern in PATTERNS.items()}
-    return {**used, "float64": len(re.findall(r"\.f64\b", ptx)), "code_bytes": code_bytes}
+    found = {**used, "float64": len(re.findall(r"\.f64\b", ptx)), "code_bytes": len(cubin)}
+    if mix:
+        static = re.search(r"(\d+) bytes smem", text)
+        found["static_shared"] = int(static[1]) if static else 0
+        found["mix"] = mix_of(disassembled(cubin), ptx)
+    return found
 
 
-def compile_kernel(kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], *ccs: tuple[int, int]) -> list:
+def occupancy(cc: tuple[int, int], threads: int, registers: int, shared: int) -> dict[str, Any]:
+    """Blocks and warps that a multiprocessor holds at a time, of how many warps at most, and what limits them."""
+    most_warps, most_blocks, shared_bytes = LIMITS[cc]
+    warps = -(-threads // 32)
+    of_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    of_block = -(-(shared + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    limits = {
+        "threads": most_warps // warps,
+        "blocks": most_blocks,
+        "registers": REGISTERS // PARTITIONS // of_warp * PARTITIONS // warps,
+        "shared": shared_bytes // of_block,
+    }
+    blocks = min(limits.values())
+    by = "+".join(name for name, limit in limits.items() if limit == blocks)
+    return {"blocks": blocks, "warps": blocks * warps, "most_warps": most_warps, "limited_by": by}
+
+
+def nvdisasm() -> str | None:
+    """The disassembler: on the path, or of the toolkit wheels."""
+    spec = find_spec("nvidia")
+    wheels = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec else []
+    return shutil.which("nvdisasm") or next((str(x) for folder in wheels for x in folder.glob("*/bin/nvdisasm")), None)
+
+
+def disassembled(cubin: bytes) -> str | None:
+    """The machine code as text; None without a disassembler that knows it."""
+    tool = nvdisasm()
+    if tool is None:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "--print-code", file.name], capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
+
+
+def mix_of(sass: str | None, ptx: str) -> dict[str, Any]:
+    """Instructions by kind, where they were counted, and how many there are in all."""
+    if sass is not None:
+        names = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", sass, re.M)
+        names = [name for name in names if name != "NOP"]
+    else:
+        statement = r"(?:^|[;{])[ \t]*(?:@!?%?\w+[ \t]+)?([a-z][\w.:]*)[ \t][^;{}]*"
+        names = re.findall(statement + r"(?:\{[^{}]*\}[^;{}]*)*(?=;)", re.sub(r"//[^\n]*", "", ptx), re.M)
+    patterns = {kind: re.compile(pair[sass is None]) for kind, pair in KINDS.items()}
+    counts = Counter(next((kind for kind, p in patterns.items() if p.match(name)), "other") for name in names)
+    kinds = {kind: counts[kind] for kind in (*KINDS, "other")}
+    return {"of": "PTX" if sass is None else "SASS", "all": len(names), **kinds}
+
+
+def compile_kernel(
+    kernel: Any, signature: tuple[Any, ...], bounds: tuple[int, int], *ccs: tuple[int, int], mix: bool = False
+) -> list:
     """The resources of a kernel on each of these architectures."""
     code = front_end_of(kernel, signature, bounds)
-    return [resources_of(ptx_of(code, cc), cc) for cc in ccs]
+    return [resources_of(ptx_of(code, cc), cc, mix) for cc in ccs]
 
 
 PATTERNS = {
@@ -329,12 +444,29 @@ PATTERNS = {
 }
 
 
-JOBS: list[tuple[Kernel, list]] = []  # and architectures; workers are forked from this process, and find it filled
+JOBS: list[tuple[Kernel, list, bool]] = []  # and architectures, and whether the instructions are wanted; workers are
+# forked from this process, and find it filled
 
 
 def _compile_job(n: int) -> list:
-    kernel, ccs = JOBS[n]
-    return compile_kernel(kernel.dispatcher, kernel.signature, kernel.bounds, *ccs)
+    kernel, ccs, mix = JOBS[n]
+    return compile_kernel(kernel.dispatcher, kernel.signature, kernel.bounds, *ccs, mix=mix)
+
+
+def print_mix(rows: list[dict], width: int | None) -> None:
+    """Occupancy, and instructions."""
+    table = Table(
+        "kernel", "arch", "threads", "blocks", "warps", "limited by", title="blocks and warps a multiprocessor"
+    )
+    for row in rows:
+        warps = f"{row['warps']} of {row['most_warps']}"
+        table.add_row(row["kernel"], row["arch"], str(row["threads"]), str(row["blocks"]), warps, row["limited_by"])
+    Console(width=width).print(table)
+    where = " and ".join(sorted({row["mix"]["of"] for row in rows}))
+    table = Table("kernel", "arch", *[k for k in rows[0]["mix"] if k != "of"], title=f"instructions in the {where}")
+    for row in rows:
+        table.add_row(row["kernel"], row["arch"], *(str(n) for kind, n in row["mix"].items() if kind != "of"))
+    Console(width=width and 200).print(table)
 
 
 def main() -> int:
@@ -344,6 +476,7 @@ def main() -> int:
     names = [f"sm_{major}{minor}" for major, minor in ARCHITECTURES]
     parser.add_argument("--arch", nargs="+", choices=names, default=names, help="architectures; default: all")
     parser.add_argument("--kernel", nargs="+", choices=MAX_REGISTERS, default=MAX_REGISTERS, help="default: all")
+    parser.add_argument("--mix", action="store_true", help="occupancy and instructions too")
     options = parser.parse_args()
     try:
         nvjitlink.version()
@@ -351,26 +484,33 @@ def main() -> int:
         sys.exit(f"{error}\nThis needs the toolkit wheels: pip install 'ddtree-numba[compile]'")
     wanted = [cc for cc, name in zip(ARCHITECTURES, names, strict=True) if name in options.arch]
     JOBS.extend(
-        (kernel, [cc for cc in wanted if cc in kernel.architectures])
+        (kernel, [cc for cc in wanted if cc in kernel.architectures], options.mix)
         for kernel in kernels()
         if kernel.variant in options.kernel
     )
-    rows = []
+    rows, mixes = [], []
     with multiprocessing.get_context("fork").Pool() as pool:  # a process a core: compiling holds the interpreter's lock
         results = pool.imap(_compile_job, range(len(JOBS)))
         found_all = list(track(results, "compiling", total=len(JOBS), console=Console(stderr=True)))
-    compiled = [(kernel, cc) for kernel, ccs in JOBS for cc in ccs]
+    compiled = [(kernel, cc) for kernel, ccs, _ in JOBS for cc in ccs]
     for (kernel, cc), found in zip(compiled, chain.from_iterable(found_all), strict=True):
         ok = not (found["stack"] or found["spill_stores"] or found["spill_loads"])
         ok = ok and kernel.float64 == bool(found["float64"]) and 0 < found["registers"] <= MAX_REGISTERS[kernel.variant]
+        more = {name: found.pop(name) for name in ("static_shared", "mix") if name in found}
         rows.append({"kernel": kernel.name, "arch": f"sm_{cc[0]}{cc[1]}", **found, "shared": kernel.shared, "ok": ok})
+        if options.mix:
+            held = occupancy(cc, kernel.bounds[0], found["registers"], kernel.shared + more["static_shared"])
+            mixes.append({**rows[-1], "threads": kernel.bounds[0], **held, **more})
     if options.json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(mixes or rows, indent=2))
     else:
         table = Table(*rows[0], title=TITLE)
         for row in rows:
             table.add_row(*("ok" if v is True else "FAIL" if v is False else str(v) for v in row.values()))
-        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        width = None if sys.stdout.isatty() else 120
+        Console(width=width).print(table)
+        if mixes:
+            print_mix(mixes, width)
     failed = sum(not row["ok"] for row in rows)
     print(f"{len(rows) - failed} kernels compiled as they must be, {failed} did not", file=sys.stderr)
     return 1 if failed else 0

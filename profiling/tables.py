@@ -72,10 +72,13 @@ def markdown(*lines: Sequence[str]) -> str:
 
 
 def problems(rows: Rows) -> list[dict[str, dict[str, str]]]:
-    """The rows of each case by variant, called with the defaults; from before flash, three_phase and PyTorch alone."""
+    """The rows of each case by variant, called with the defaults; from before flash, three_phase and PyTorch alone.
+
+    Sweeps are for figures.
+    """
     found: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
     for row in rows:
-        if row.get("splits", "") in ("", EVEN):
+        if row.get("splits", "") in ("", EVEN) and not row["case"].endswith(" sweep"):
             key = tuple(row[name] for name in ("case", *SHAPE, "dtype"))
             found.setdefault(key, {})[row["variant"]] = row
     return [by_variant for by_variant in found.values() if "torch_eager" in by_variant]
@@ -187,7 +190,8 @@ def bfloat16_sentence(rows: Rows) -> str:
 
 
 def error_table(rows: Rows) -> str:
-    """Errors against keys, a few of them."""
+    """Errors of float32 against keys, a few of them, for a usual and an all but flat softmax."""
+    rows = [row for row in rows if row.get("dtype") in (None, "float32") and row["logit_std"] in ("2", "0.02")]
     variants = {"flash": "flash", "three_phase": "three_phase", "torch_eager": "PyTorch eager", "naive": "one long sum"}
     lines: list[Sequence[str]] = [("logit std", "keys", "flash", "bound", *list(variants.values())[1:])]
     for logit_std, keys in in_order(rows, "logit_std", "keys"):
@@ -285,7 +289,7 @@ def build_table(rows: list[dict[str, str]], inputs: str = "float32 logits") -> s
 
 def topk_table(rows: list[dict[str, str]]) -> str:
     """Microseconds of each way to the best logits of a batch, and our share of the memory's speed, as Markdown."""
-    rows = [row for row in rows if row["operator"] == "topk_logprobs"]
+    rows = [row for row in rows if row["operator"] == "topk_logprobs" and "sweep" not in row["inputs"]]
     names = list(TOPK.values())
     lines = [f"| B,L,V | dtype | k | {names[0]} | GB/s | {' | '.join(names[1:])} |", "|" + "---|" * (4 + len(names))]
     sizes = ("B", "L", "V", "inputs", "K")
@@ -336,7 +340,7 @@ def chain_sentence(rows: list[dict[str, str]]) -> str:
 
 def beside(rows: Rows, operator: str, *names: str) -> list[tuple[tuple[str, ...], dict[str, dict[str, str]]]]:
     """The rows of an operator by variant, for each combination of these columns."""
-    some = [row for row in rows if row["operator"] == operator]
+    some = [row for row in rows if row["operator"] == operator and "sweep" not in row["case"]]
     return [
         (size, {row["variant"]: row for row in some if tuple(row[name] for name in names) == size})
         for size in in_order(some, *names)

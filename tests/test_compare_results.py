@@ -64,6 +64,8 @@ def run(*arguments) -> tuple[int, str]:
         ({"right": ""}, 1, "1 wrong, 4 same"),
         ({"dtype": "float16"}, 1, "1 gone, 1 new, 1 same"),
         ({"gb_per_s": "1", "commit": "def"}, 0, "4 same"),
+        ({"cupy": "14.2.0", "sustained_mhz": "1400", "sustained_w": "690"}, 0, "4 same"),
+        ({"sustained_us": "29"}, 0, "1 new, 4 same"),
     ],
 )
 def test_verdicts(tmp_path, changed, code, verdict):
@@ -71,6 +73,20 @@ def test_verdicts(tmp_path, changed, code, verdict):
     new = write(tmp_path / "new.csv", {**ROW, **changed}, OTHER)
     found, out = run(old, new)
     assert (found, out.splitlines()[-1]) == (code, verdict)
+
+
+@pytest.mark.parametrize(
+    "column, old, new, verdict",
+    [
+        ("sustained_us", "50", "51.6", "slower"),
+        ("sustained_us", "50", "51.4", "same"),
+        ("max_ulp", "3", "4", "more error"),
+    ],
+)
+def test_numbers_that_came_later_are_compared_too(tmp_path, column, old, new, verdict):
+    sides = [write(tmp_path / f"{n}.csv", {**OTHER, column: value}) for n, value in enumerate((old, new))]
+    code, out = run(*sides)
+    assert code == (verdict != "same") and ("2 same" in out if verdict == "same" else f"1 {verdict}, 1 same" in out)
 
 
 def test_a_small_time_may_move_by_the_clocks_tick(tmp_path):

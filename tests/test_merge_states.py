@@ -663,15 +663,18 @@ class Numpy:
         return True
 
     def peers(self, given: States, results: Results) -> dict[str, Any]:
-        return {"mirror": lambda: mirrored(given)}
+        return {"mirror": lambda *given: mirrored(given)}
 
-    def time(self, call: Any) -> dict[str, str]:
-        call()
+    def time(self, call: Any, *, inputs: States) -> dict[str, str]:
+        call(*inputs)
         self.timed += 1
         return dict.fromkeys(bench_merge_states.TIMES, "8.0")
 
     def machine(self) -> dict[str, str]:
         return dict.fromkeys(bench_merge_states.MACHINE, "some")
+
+    def free(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("layout", ["C order", "in place"])

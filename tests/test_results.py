@@ -1,15 +1,15 @@
 """The numbers in README.md and docs are those of the committed measurements, and the measurements passed.
 
-What measures and draws them is tried here on NumPy arrays and made-up times.
+What measures them is tried here on NumPy arrays and made-up times.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba as dd
-from ddtree_numba.attention import flash
+from ddtree_numba.attention import flash, verify
 from ddtree_numba.attention.verify import FEW_KEYS
 from refs import oracle
 
@@ -30,6 +30,8 @@ import bench_attention_error  # noqa: E402
 import bench_merge_states  # noqa: E402
 import bench_trees  # noqa: E402
 import bench_verify_attention  # noqa: E402
+import harness  # noqa: E402
+import peers  # noqa: E402
 import tables  # noqa: E402
 
 ROWS = tables.read_rows()
@@ -40,7 +42,6 @@ needs_tree_rows = pytest.mark.skipif(not TREE_ROWS, reason=f"{tables.TREES.name}
 needs_error_rows = pytest.mark.skipif(not ERROR_ROWS, reason=f"{tables.ERRORS.name} is not measured yet")
 needs_merge_rows = pytest.mark.skipif(not MERGE_ROWS, reason=f"{tables.MERGES.name} is not measured yet")
 needs_accept_rows = pytest.mark.skipif(not ACCEPT_ROWS, reason=f"{tables.ACCEPTS.name} is not measured yet")
-each_theme = pytest.mark.parametrize("theme", ["light", "dark"])
 
 
 def words(path):
@@ -69,9 +70,12 @@ def assert_measured(row):
     "row", ROWS, ids=lambda row: "-".join(row.get(name, "") for name in ("case", "B", "dtype", "variant", "splits"))
 )
 def test_rows_say_what_was_measured_and_on_what(row):
+    if row["variant"] in peers.PEERS and row["right"] != "True":
+        assert row["note"]
+        return
     assert_measured(row)
     assert float(row["microseconds"]) > 0 and float(row["tflops"]) > 0
-    if row["variant"] != "torch_eager":
+    if row["variant"] not in peers.PEERS:
         assert float(row["rel_frobenius"]) <= float(row["bound"]) and float(row["lse_error"]) <= 1e-5
 
 
@@ -88,10 +92,12 @@ def test_the_rule_of_auto_takes_the_faster_variant():
 @needs_error_rows
 def test_errors_are_below_their_bounds():
     for row in ERROR_ROWS:
+        if row["variant"] in peers.PEERS and row["note"]:
+            continue
         assert_measured(row)
         assert not row["bound"] or float(row["rel_frobenius"]) <= float(row["bound"])
     variants = {row["variant"] for row in ERROR_ROWS}
-    assert variants == {"flash", "three_phase", "torch_eager", "naive"}
+    assert {"flash", "three_phase", "torch_eager", "naive"} <= variants <= {*bench_attention_error.VARIANTS}
 
 
 @needs_merge_rows
@@ -110,7 +116,8 @@ def test_accept_rows_are_complete_and_say_what_was_measured_and_on_what():
         assert_measured(row)
         assert float(row["microseconds"]) > 0 and row["checked"] and int(row["repeats"]) >= 30
         if row["variant"] not in bench_accept.PEERS:
-            assert all(float(row[name]) > 0 for name in bench_accept.TIMES if name != "spread_microseconds")
+            times = ("microseconds", "dirty_microseconds", "graph_us", "host_us")
+            assert all(float(row[name]) > 0 for name in times)
     assert kinds_of_rows(ACCEPT_ROWS) == accept_kinds()
     copy = tables.pick(ACCEPT_ROWS, operator="copy")
     for row in ACCEPT_ROWS:  # nothing is faster than the memory, but that results may stay in L2
@@ -119,8 +126,8 @@ def test_accept_rows_are_complete_and_say_what_was_measured_and_on_what():
 
 
 def kinds_of_rows(rows):
-    """Operators and variants, with how many rows each has."""
-    return Counter((row["operator"], row["variant"]) for row in rows)
+    """Operators and variants, with how many rows each has beside those of sweeps."""
+    return Counter((row["operator"], row["variant"]) for row in rows if "sweep" not in row["case"])
 
 
 def accept_kinds():
@@ -168,6 +175,8 @@ def test_tree_rows_say_what_was_measured_and_on_what():
 
 # The measuring of trees, on NumPy arrays
 
+OURS = ("frontier", "heap", "threshold", "rounds")
+
 
 class Numpy:
     """Stands in for bench_trees.Gpu: the same inputs and exact results from NumPy, and times that are made up."""
@@ -178,19 +187,16 @@ class Numpy:
         self.timed = 0
 
     def logits(self, shape, dtype):
-        x = np.random.default_rng(0).normal(0, bench_trees.LOGIT_STD, shape).astype(np.float32)
+        x = np.random.default_rng(0).normal(0, harness.LOGIT_STD, shape).astype(np.float32)
         return x.astype(ml_dtypes.bfloat16) if dtype == "bfloat16" else x
 
-    def rows(self, batch, k, dtype):
-        logits = self.logits((batch, 4, 300), dtype)
+    def rows(self, batch, length, k, dtype):
+        logits = self.logits((batch, length, 300), dtype)
         exact = self.exact_topk(logits, k)
         return exact["logprobs"].astype(np.float32), exact["token_ids"], self.roots(batch)
 
     def roots(self, batch):
         return np.arange(batch, dtype=np.int32)
-
-    def copy(self, x):
-        return np.ascontiguousarray(x)
 
     def to_host(self, x):
         return x.astype(np.float32) if x.dtype == ml_dtypes.bfloat16 else x
@@ -206,19 +212,28 @@ class Numpy:
         scale = np.maximum(np.maximum(np.abs(values), np.abs(lse)), 1)
         return {"values": values, "token_ids": ids, "logprobs": values - lse, "scale": scale}
 
-    def peers(self, logits, k):
-        exact = self.exact_topk(logits, k)
-        logprobs = exact["logprobs"].astype(np.float32)
-        topk = exact["values"].astype(logits.dtype), exact["token_ids"]
-        return {"torch_topk": lambda: topk, "torch_eager": lambda: (logprobs, exact["token_ids"])}
+    def peers(self, k):
+        def topk(logits):
+            exact = self.exact_topk(logits, k)
+            return exact["values"].astype(logits.dtype), exact["token_ids"]
 
-    def time(self, call, calls_in_graph=bench_trees.GRAPH_CALLS):
-        call()
+        def eager(logits):
+            exact = self.exact_topk(logits, k)
+            return exact["logprobs"].astype(np.float32), exact["token_ids"]
+
+        return {"torch_topk": topk, "torch_eager": eager}
+
+    def time(self, call, calls_in_graph=1, *, inputs=(), before=lambda: None, replay=None):
+        before()
+        replay() if replay else call(*inputs)
         self.timed += 1
-        return dict.fromkeys(bench_trees.TIMES, "8.0")
+        return dict.fromkeys(harness.TIMES, "8.0")
 
     def machine(self):
-        return {**dict.fromkeys(bench_trees.MACHINE, "some"), **bench_trees.host_machine()}
+        return {**dict.fromkeys(harness.MACHINE, "some"), **harness.host_machine()}
+
+    def free(self):
+        pass
 
 
 @pytest.fixture
@@ -232,16 +247,30 @@ def small(monkeypatch):
     monkeypatch.setattr(bench_trees, "TOPK", (((1, 2, 101), 5, "bfloat16"), ((1, 2, 101), 9, "float32")))
     monkeypatch.setattr(bench_trees, "ROUNDS_K", 5)
     monkeypatch.setattr(bench_trees, "CHAIN", ((1, 2, 101), 4, "bfloat16", 5))
+    monkeypatch.setattr(bench_trees, "LENGTH", 4)
+    monkeypatch.setattr(bench_trees, "SWEPT_BATCH", 1)
+    monkeypatch.setattr(bench_trees, "SWEPT_BUDGET", 5)
+    monkeypatch.setattr(bench_trees, "SWEPT_K", (1, 2))
+    monkeypatch.setattr(bench_trees, "SWEPT_LENGTHS", (1, 3))
+    monkeypatch.setattr(bench_trees, "SWEPT_BUDGETS", (4,))
+    monkeypatch.setattr(bench_trees, "TOPK_SWEEPS", {"V sweep": (((1, 1, 67), 3),), "K sweep": (((1, 2, 67), 1),)})
 
 
 def test_the_whole_measurement_on_numpy(small, tmp_path):
-    jobs = list(bench_trees.jobs(Numpy(), quick=False))
-    assert len(jobs) == bench_trees.number_of_jobs(quick=False)
-    made = [row for job in jobs for row in job()]
+    made = [row for job in bench_trees.jobs(Numpy(), quick=False) for row in job()]
     assert [row for row in made if not row["right"]] == []
     tables.write_rows(tmp_path / "trees.csv", made, bench_trees.FIELDS)
     rows = tables.read_rows(tmp_path / "trees.csv")
     assert list(tmp_path.iterdir()) == [tmp_path / "trees.csv"]
+    swept = Counter(row["inputs"] for row in rows if row["inputs"].endswith("sweep") and row["variant"] in OURS)
+    assert swept == {
+        "float32 logits, K sweep": 2 * 2,
+        "float32 logits, L sweep": 2 * 2,
+        "float32 logits, budget sweep": 2,
+        "bfloat16, V sweep": 1,
+        "bfloat16, K sweep": 1,
+    }
+    rows = [row for row in rows if not row["inputs"].endswith("sweep")]
     trees = [row for row in rows if row["operator"] == "build_tree"]
     assert len(trees) == 6 * 3 + 3  # frontier and both on the CPU everywhere, heap at the smallest batch
     assert {row["variant"] for row in trees if row["note"]} == {"refs_trees"}
@@ -267,7 +296,7 @@ def test_a_wrong_tree_is_not_timed(small, monkeypatch, array):
 
     monkeypatch.setattr(dd, "build_tree", wrong)
     gpu = Numpy()
-    first = next(bench_trees.build_rows(gpu, gpu.rows(2, 6, "float32"), "float32 logits", 6))
+    first = next(bench_trees.build_rows(gpu, gpu.rows(2, 4, 6, "float32"), "float32 logits", 6))
     assert first["variant"] == "frontier" and first["right"] is False
     assert gpu.timed == 0 and "microseconds" not in first
 
@@ -289,7 +318,7 @@ def test_a_wrong_topk_is_not_timed(small, monkeypatch, result):
 
 def test_what_another_variant_left_does_not_count(small, monkeypatch):
     gpu = Numpy()
-    given = gpu.rows(1, 6, "float32")
+    given = gpu.rows(1, 4, 6, "float32")
     tree = dd.DraftTree.empty(given[0], 1, 6, 4)
     monkeypatch.setattr(dd.DraftTree, "empty", lambda *args: tree)  # memory that is used again
     build_tree, topk_logprobs = dd.build_tree, dd.topk_logprobs
@@ -309,14 +338,14 @@ def test_what_another_variant_left_does_not_count(small, monkeypatch):
 def test_a_row_that_fails_does_not_cost_the_others(small, monkeypatch):
     monkeypatch.setattr(dd, "build_tree", lambda *args, **kwargs: 1 / 0)
     gpu = Numpy()
-    rows = list(bench_trees.build_rows(gpu, gpu.rows(1, 6, "float32"), "float32 logits", 6))
+    rows = list(bench_trees.build_rows(gpu, gpu.rows(1, 4, 6, "float32"), "float32 logits", 6))
     assert [row["right"] for row in rows] == [False, False, True, True]
     assert rows[0]["note"].startswith("ZeroDivisionError")
 
 
 def test_the_heap_on_the_cpu_is_the_oracle_with_ties_and_what_nodes_see():
     gpu = Numpy()
-    logprobs, ids, roots = gpu.rows(2, 40, "bfloat16")
+    logprobs, ids, roots = gpu.rows(2, 4, 40, "bfloat16")
     logprobs = np.round(logprobs)  # ties
     found = bench_trees.batch_on_cpu(logprobs, ids, roots, 40)
     assert bench_trees.right_trees(found, logprobs, ids, roots, 40)
@@ -326,13 +355,13 @@ def test_the_heap_on_the_cpu_is_the_oracle_with_ties_and_what_nodes_see():
             assert node == 0 or tree["children"][parent][int(tree["tokens"][node])] == node
 
 
-@pytest.mark.skipif(not bench_trees.runtime.SIMULATOR, reason="there is a GPU")
+@pytest.mark.skipif(not harness.runtime.SIMULATOR, reason="there is a GPU")
 def test_measuring_says_that_it_needs_a_gpu(capsys):
     assert bench_trees.main([]) == 2
     assert "there is none" in capsys.readouterr().err
 
 
-# The sentences, tables and figure of trees, from made-up times
+# The sentences and tables of trees, from made-up times
 
 SAY = (tables.build_sentence, tables.topk_sentence, tables.chain_sentence, tables.build_table, tables.topk_table)
 
@@ -384,37 +413,6 @@ def test_no_tree_rows_without_a_file(tmp_path):
     assert tables.tree_rows(tmp_path / "trees.csv") == []
 
 
-def shown(svg):
-    """The SHA-256 of the measurements that a figure says it shows."""
-    return re.search(r"<dc:description>.*SHA-256 ([0-9a-f]{64})</dc:description>", svg.read_text(encoding="utf-8"))[1]
-
-
-def test_the_figure_of_build_times(made_up, tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_trees
-
-    for folder in ("first", "second"):
-        plot_trees.main(["--csv", str(made_up), "--out", str(tmp_path / folder)])
-    files = sorted((tmp_path / "first").iterdir())
-    themes, kinds = ("dark", "light"), ("png", "svg")
-    assert [file.name for file in files] == [f"build_tree_{theme}.{kind}" for theme in themes for kind in kinds]
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
-    for svg in (file for file in files if file.suffix == ".svg"):
-        assert shown(svg) == hashlib.sha256(made_up.read_bytes()).hexdigest()
-        curves = set(re.findall(r'id="((?:frontier|heap|cpu_heap)-\d+)"', svg.read_text(encoding="utf-8")))
-        assert {f"frontier-{budget}" for budget in bench_trees.BUDGETS} < curves
-        assert "heap-256" in curves and "heap-1024" not in curves
-
-
-@needs_tree_rows
-@each_theme
-def test_the_committed_figure_shows_the_committed_measurements(theme):
-    svg = ROOT / "docs" / "figures" / f"build_tree_{theme}.svg"
-    assert shown(svg) == hashlib.sha256(tables.TREES.read_bytes()).hexdigest()
-    assert svg.with_suffix(".png").stat().st_size > 10_000
-
-
 # The measuring of attention, on NumPy arrays
 
 
@@ -424,12 +422,12 @@ class Attention:
     repeats = 30
 
     def __init__(self):
-        self.timed = []
+        self.calls = []
 
     def inputs(self, case):
         (batch, num_heads, num_nodes, prefix), width = case.shape, bench_verify_attention.HEAD_DIM
         random = np.random.default_rng(0)
-        dtype = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.float32
+        dtype = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}[case.dtype]
         q = random.normal(0, case.logit_std / (dd.KIMI_K2_SM_SCALE * width**0.5), (batch, num_nodes, num_heads, width))
         return {
             "q": q.astype(dtype),
@@ -449,26 +447,38 @@ class Attention:
         given = {**inputs, "sm_scale": sm_scale, "kv_lora_rank": bench_verify_attention.KV_LORA_RANK}
         return *oracle.verify_attention(**given), oracle.logit_statistics(**given)["logit_magnitude"]
 
-    def eager(self, inputs, sm_scale):
-        out, lse, _ = self.exact(inputs, sm_scale)
-        return lambda: (out.astype(inputs["q"].dtype), lse.astype(np.float32))
+    def peer(self, name, inputs, results, sm_scale):
+        seen = self.causal(inputs) if name in peers.CAUSAL else inputs
+
+        def call(q, kv_cache):
+            out, lse, _ = self.exact({**seen, "q": q, "kv_cache": kv_cache}, sm_scale)
+            return out.astype(q.dtype), None if name == "torch_sdpa" else lse.astype(np.float32)
+
+        return peers.Peer(call, (inputs["q"], inputs["kv_cache"]))
+
+    def causal(self, inputs):
+        return {**inputs, "tree_mask": np.tril(np.ones_like(inputs["tree_mask"]))}
 
     def errors(self, found, exact):
         difference = found[0].astype(np.float64) - exact[0]
-        of_lse = np.abs(found[1] - exact[1]) / np.maximum(1, np.abs(exact[1]))
-        rel = np.linalg.norm(difference) / np.linalg.norm(exact[0])
-        found = {"rel_frobenius": rel, "max_abs": np.abs(difference).max(), "lse_error": of_lse.max()}
-        return {name: float(error) for name, error in found.items()}
+        errors = {"rel_frobenius": np.linalg.norm(difference) / np.linalg.norm(exact[0])}
+        errors["max_abs"] = np.abs(difference).max()
+        if found[1] is not None:
+            errors["lse_error"] = np.max(np.abs(found[1] - exact[1]) / np.maximum(1, np.abs(exact[1])))
+        return {name: float(error) for name, error in errors.items()}
+
+    def largest(self, x):
+        return float(np.abs(x).max())
 
     def cast(self, x, dtype):
         return x.astype(dtype)
 
-    def time(self, call):
-        self.timed.append(call)
+    def timed(self, call, inputs, sustain):
+        self.calls.append((call, inputs, sustain))
         return {"microseconds": "8.0", "spread_microseconds": "0.5"}
 
     def machine(self):
-        return dict.fromkeys(bench_trees.MACHINE, "some")
+        return dict.fromkeys(harness.MACHINE, "some")
 
 
 @pytest.fixture
@@ -482,7 +492,7 @@ def narrow(monkeypatch):
 
 
 def test_the_whole_measurement_of_one_problem_on_numpy(narrow, tmp_path):
-    gpu, ways, tiles = Attention(), tuple(bench_verify_attention.WAYS), flash.TILES
+    gpu, ways, tiles = Attention(), (*bench_verify_attention.WAYS, ("torch_eager", "")), flash.TILES
     case = bench_verify_attention.Case((2, 1, 3, 20), "float32", ways=ways, prefixes=(20, 4))
     made = list(bench_verify_attention.case_rows(gpu, case))
     assert [row["right"] for row in made] == [True] * (len(ways) - 1), made
@@ -492,7 +502,9 @@ def test_the_whole_measurement_of_one_problem_on_numpy(narrow, tmp_path):
     assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] != "flash_small"]
     assert [row["tiles"] for row in rows] == ["", "16x16", "16x16", "16x16", ""]
     work = 2 * 3 * (23 + 7) * (48 + 32)
-    assert all(row["tflops"] == f"{work / 8e6:.2f}" for row in rows)
+    nbytes = 4 * (2 * 3 * 48 + (23 + 7) * 48 + 2 * 3 * (32 + 1)) + 2 * (4 + 9)
+    assert all((row["tflops"], row["gb_per_s"]) == (f"{work / 8e6:.2f}", f"{nbytes / 8e3:.0f}") for row in rows)
+    assert [sustain for *_, sustain in gpu.calls] == [False] * len(rows)
     assert {row["case"] for row in rows} == {"logit std 2, ragged"} and {row["prefix"] for row in rows} == {"20"}
     assert bench_verify_attention.line(made[0])
     assert flash.TILES is tiles and flash.make_plan.__module__ == flash.__name__
@@ -502,7 +514,7 @@ def test_bfloat16_is_held_to_the_rounding_of_the_exact_result(narrow):
     case = bench_verify_attention.Case((1, 1, 2, 5), "bfloat16", ways=(("flash", "even"), ("torch_eager", "")))
     rows = list(bench_verify_attention.case_rows(Attention(), case))
     assert [row["right"] for row in rows] == [True, True]
-    assert all(1e-3 < float(row["bound"]) < 5e-3 for row in rows)
+    assert 1e-3 < float(rows[0]["bound"]) < 5e-3 and float(rows[1]["bound"]) == peers.BOUNDS["bfloat16"][0]
 
 
 @pytest.mark.parametrize("result, wrong", [("out", np.nan), ("lse", np.nan), ("out", 1e-4), ("lse", 1e-4)])
@@ -517,15 +529,78 @@ def test_wrong_attention_is_not_timed(narrow, monkeypatch, result, wrong):
     monkeypatch.setattr(dd, "verify_attention", changed)
     gpu, case = Attention(), bench_verify_attention.Case((1, 1, 2, 5), "float32", ways=(("flash", "even"),))
     (row,) = bench_verify_attention.case_rows(gpu, case)
-    assert row["right"] is False and "microseconds" not in row and not gpu.timed and row["rel_frobenius"]
+    assert row["right"] is False and "microseconds" not in row and not gpu.calls and row["rel_frobenius"]
+    assert row["note"] == "error above its bound"
 
 
 def test_attention_that_fails_does_not_cost_the_others(narrow, monkeypatch):
-    monkeypatch.setattr(dd, "verify_attention", lambda **kwargs: 1 / 0)
+    monkeypatch.setattr(dd, "verify_attention", lambda *args, **kwargs: 1 / 0)
     case = bench_verify_attention.Case((1, 1, 2, 5), "float32", ways=(("flash", "even"), ("torch_eager", "")))
     rows = list(bench_verify_attention.case_rows(Attention(), case))
     assert [row["right"] for row in rows] == [False, True] and rows[0]["note"].startswith("ZeroDivisionError")
     assert bench_verify_attention.line(rows[0]).endswith("WRONG")
+
+
+def test_peers_are_measured_or_noted_and_never_fail_the_run(narrow, monkeypatch, tmp_path):
+    """One is wrong, one fails with pages of words; two take no tree, and are held against causal attention."""
+    monkeypatch.setattr(peers, "takes", lambda name, dtype: True)
+    gpu, peer = Attention(), Attention.peer
+
+    def changed(self, name, *given):
+        found = peer(self, name, *given)
+        if name == "torch_flex":
+            raise RuntimeError("no kernel " * 1000)
+        if name == "triton":
+            return peers.Peer(lambda *arrays: [1.1 * x for x in found.call(*arrays)], found.arrays)
+        return found
+
+    monkeypatch.setattr(Attention, "peer", changed)
+    case = bench_verify_attention.Case((1, 1, 4, 9), "bfloat16", ways=(*((name, "") for name in peers.PEERS),))
+    rows = {row["variant"]: row for row in bench_verify_attention.case_rows(gpu, case)}
+    assert {name for name, row in rows.items() if not row["right"]} == {"torch_flex", "triton"}
+    assert {name for name, row in rows.items() if "microseconds" not in row} == {"torch_flex", "triton"}
+    assert rows["triton"]["note"] == "error above its bound" and float(rows["triton"]["rel_frobenius"]) > 0.09
+    assert rows["torch_flex"]["note"].startswith("RuntimeError: no kernel") and len(rows["torch_flex"]["note"]) <= 200
+    assert rows["torch_sdpa"]["note"] == "no lse" and "lse_error" not in rows["torch_sdpa"]
+    assert rows["flashmla"]["note"] == rows["flashinfer"]["note"] == "causal: takes no tree mask"
+
+    def made(description, name, fields, jobs, count, line, gpu_class, arguments, names):
+        return [row["variant"] for row in rows.values() if not row["right"] and row["variant"] not in names]
+
+    monkeypatch.setattr(harness, "main", made)
+    assert bench_verify_attention.main([]) == bench_attention_error.main([]) == []
+
+
+@pytest.mark.parametrize("shift, right", [(0.0, True), (1e-3, False)])
+def test_a_kernel_of_someone_else_is_checked_as_ours_is(narrow, monkeypatch, shift, right):
+    def call(q, kv_cache, cache_seqlens, tree_mask, *, sm_scale, kv_lora_rank, out, lse):
+        given = (q, kv_cache, cache_seqlens, tree_mask)
+        out[...], lse[...] = oracle.verify_attention(*given, sm_scale=sm_scale, kv_lora_rank=kv_lora_rank)
+        out[..., -1] += shift
+        return out, lse
+
+    case = bench_verify_attention.Case((2, 1, 3, 9), "float32", ways=bench_verify_attention.BESIDE_EAGER)
+    monkeypatch.setattr(bench_verify_attention, "AGAINST", (case,))
+    gpu = Attention()
+    rows = {row["variant"]: row for row in bench_verify_attention.rows_against(gpu, "mine", call)}
+    assert list(rows) == ["flash", "torch_eager", "mine"] and rows["flash"]["right"]
+    assert rows["mine"]["right"] is right and ("microseconds" in rows["mine"]) is right
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_case_of_attention_is_one_of_its_own(quick):
+    """compare.py tells rows apart by what was measured."""
+    cases = bench_verify_attention.QUICK if quick else bench_verify_attention.CASES
+    sweeps = bench_verify_attention.SWEEPS
+    cases = [*cases, *(case for name in sweeps for case in bench_verify_attention.swept(name, quick))]
+    found = [(case.name, case.shape, case.dtype, case.page_size, way) for case in cases for way in case.ways]
+    assert len(found) == len(set(found))
+    assert all(0 not in case.shape for case in cases) and {case.sweep for case in cases} == {"", *sweeps}
+    assert len(bench_verify_attention.jobs(None, quick)) == len(cases) + (not quick) * len(
+        bench_verify_attention.files()
+    )
+    problems = bench_attention_error.problems(quick)
+    assert len(problems) == len(set(problems)) and len({dtype for *_, dtype in problems}) == 3 - quick
 
 
 def test_the_reference_files_that_are_timed_have_the_models_widths():
@@ -535,9 +610,25 @@ def test_the_reference_files_that_are_timed_have_the_models_widths():
 
 def test_the_measurement_of_errors_on_numpy(narrow):
     rows = list(bench_attention_error.error_rows(Attention(), 20, 2.0))
-    assert [row["variant"] for row in rows] == list(bench_attention_error.VARIANTS)
+    variants = [x for x in bench_attention_error.VARIANTS if x not in peers.PEERS or peers.takes(x, "float32")]
+    assert [row["variant"] for row in rows] == variants
     assert all(row["right"] for row in rows), rows
+    assert all(float(row["max_ulp"]) < 20 for row in rows)
     assert all(row.keys() <= set(bench_attention_error.FIELDS) and bench_attention_error.line(row) for row in rows)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_errors_of_16_bits_are_half_a_unit_in_the_last_place_where_nothing_but_the_result_is_rounded(narrow, dtype):
+    rows = {row["variant"]: row for row in bench_attention_error.error_rows(Attention(), 20, 2.0, dtype)}
+    assert "naive" not in rows and all(row["right"] for row in rows.values()), rows
+    assert 0.1 < float(rows["torch_eager"]["max_ulp"]) <= 0.5  # the stand-in rounds the exact result
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [1.0, 1.75, 2.0, 0.3, 1000.0])
+def test_a_unit_in_the_last_place_is_the_spacing_of_numbers(dtype, value):
+    kind = {"bfloat16": ml_dtypes.bfloat16}.get(dtype) or np.dtype(dtype).type
+    assert bench_attention_error.ulp(dtype, float(kind(value))) == float(np.spacing(kind(value)))
 
 
 def test_an_error_above_its_bound_is_seen(narrow, monkeypatch):
@@ -546,14 +637,14 @@ def test_an_error_above_its_bound_is_seen(narrow, monkeypatch):
     assert rows["flash"]["right"] is False and rows["three_phase"]["right"]
 
 
-@pytest.mark.skipif(not bench_trees.runtime.SIMULATOR, reason="there is a GPU")
+@pytest.mark.skipif(not harness.runtime.SIMULATOR, reason="there is a GPU")
 @pytest.mark.parametrize("script", [bench_verify_attention, bench_attention_error], ids=lambda s: s.__name__)
 def test_measuring_attention_says_that_it_needs_a_gpu(script, capsys):
     assert script.main([]) == 2
     assert "there is none" in capsys.readouterr().err
 
 
-# The sentences, tables and figures of attention, from made-up times
+# The sentences and tables of attention, from made-up times
 
 
 @pytest.fixture
@@ -562,14 +653,14 @@ def made_up_attention(tmp_path):
     rows = []
     for case in bench_verify_attention.CASES:
         (batch, num_heads, num_nodes, prefix), known = case.shape, {"case": case.name, "dtype": case.dtype}
-        work = bench_verify_attention.flops(num_heads, num_nodes, list(case.prefixes) or [prefix] * batch)
+        work = verify.flops(num_nodes, num_heads, list(case.prefixes) or [prefix] * batch)
         known |= {"B": batch, "H": num_heads, "Q": num_nodes, "prefix": prefix, "right": True, "gpu": "some GPU"}
         for variant, splits in case.ways:
             if variant == "three_phase" and work > bench_verify_attention.THREE_PHASE_FLOPS:
                 continue
-            speed = {"three_phase": 4, "flash": 16 if splits == "1" else 32, "flash_small": 26, "torch_eager": 25}[
-                variant
-            ]
+            speed = {"three_phase": 4, "flash": 16 if splits == "1" else 32, "flash_small": 26, "torch_eager": 25}.get(
+                variant, 40
+            )
             row = {**known, "variant": variant, "splits": splits, "tflops": f"{speed:.2f}"}
             row |= {"tiles": "64x32" if variant == "flash" else "", "microseconds": f"{work / speed / 1e6:.1f}"}
             row |= {"rel_frobenius": "2.000e-06" if variant == "torch_eager" else "5.000e-07", "bound": "1.500e-06"}
@@ -584,12 +675,13 @@ def made_up_attention(tmp_path):
                 row = {
                     "keys": keys,
                     "logit_std": f"{logit_std:g}",
+                    "dtype": "float32",
                     "variant": variant,
                     "gpu": "some GPU",
                     "right": True,
                 }
                 row["rel_frobenius"] = f"{1e-7 * (1 + n) * keys**0.1:.3e}"
-                rows.append(row | {"bound": "" if variant == "torch_eager" else f"{1e-6 * (1 + n):.3e}"})
+                rows.append(row | {"bound": "" if variant in peers.PEERS else f"{1e-6 * (1 + n):.3e}"})
     tables.write_rows(tmp_path / "attention_error.csv", rows, bench_attention_error.FIELDS)
     return tmp_path
 
@@ -601,11 +693,11 @@ def test_sentences_and_tables_of_attention(made_up_attention):
     assert sentence.endswith("eager attention 825 (25.0); its error is 25 % of PyTorch's.")
     assert "at 4 times the error" in tables.bfloat16_sentence(rows)
     speed = tables.speed_table(rows).splitlines()
-    assert len(speed) == 2 + 14 and len({line.count("|") for line in speed}) == 1
+    assert len(speed) == 2 + 16 and len({line.count("|") for line in speed}) == 1
     assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | 1,222 | 196 | 25.00 |"
     assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | 11,888 | 25.00 |" in speed
     errors = tables.numerics_table(rows).splitlines()
-    assert len(errors) == 2 + 14 + 2 and len({line.count("|") for line in errors}) == 1
+    assert len(errors) == 2 + 16 + 2 and len({line.count("|") for line in errors}) == 1
     splits = tables.splits_table(rows).splitlines()
     assert splits[2:] == [
         "| 8,64,9,2048 | equal | 644 | 1,289 | 644 |",
@@ -665,51 +757,6 @@ def test_quotes_are_written_between_their_marks(tmp_path, monkeypatch):
         tables.write_quotes(tmp_path)
 
 
-def test_the_figures_of_attention(made_up_attention, tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_attention
-
-    csv = {name: made_up_attention / f"{name}.csv" for name in ("attention_error", "verify_attention")}
-    given = ["--errors", str(csv["attention_error"]), "--speeds", str(csv["verify_attention"])]
-    for folder in ("first", "second"):
-        plot_attention.main([*given, "--out", str(tmp_path / folder)])
-    files = sorted((tmp_path / "first").iterdir())
-    stems = [f"{name}_{theme}" for name in ("attention_error", "attention_speed") for theme in ("dark", "light")]
-    assert [file.name for file in files] == [f"{stem}.{kind}" for stem in stems for kind in ("png", "svg")]
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
-    for svg in (file for file in files if file.suffix == ".svg"):
-        error = svg.stem.startswith("attention_error")
-        path = csv["attention_error" if error else "verify_attention"]
-        assert shown(svg) == hashlib.sha256(path.read_bytes()).hexdigest()
-        curves = set(re.findall(r'id="((?:bound-)?(?:flash|three_phase|torch_eager|naive)-[^"]+)"', svg.read_text()))
-        if error:
-            names = {f"{variant}-{std:g}" for variant in bench_attention_error.VARIANTS for std in (2, 0.02)}
-            assert curves == names | {f"bound-{name}" for name in names if not name.startswith("torch")}
-        else:
-            assert {"flash-float32-8,64,9,2048", "torch_eager-bfloat16-32,64,9,8192"} < curves
-            assert "three_phase-float32-1,64,17,131072" not in curves and "flash-float32-16,64,9,16000" not in curves
-
-
-def test_no_figure_without_measurements(tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_attention
-
-    none = ["--errors", str(tmp_path / "a.csv"), "--speeds", str(tmp_path / "b.csv")]
-    plot_attention.main([*none, "--out", str(tmp_path / "figures")])
-    assert list((tmp_path / "figures").iterdir()) == []
-
-
-@each_theme
-@pytest.mark.parametrize("name, path", [("attention_error", tables.ERRORS), ("attention_speed", tables.H200)])
-def test_the_committed_figures_of_attention_show_the_committed_measurements(name, path, theme):
-    if not path.exists():
-        pytest.skip(f"{path.name} is not measured yet")
-    svg = ROOT / "docs" / "figures" / f"{name}_{theme}.svg"
-    assert shown(svg) == hashlib.sha256(path.read_bytes()).hexdigest(), "python profiling/plot_attention.py"
-    assert svg.with_suffix(".png").stat().st_size > 10_000
-
-
 # The measuring of what follows the target's forward pass, on NumPy arrays
 
 
@@ -757,14 +804,14 @@ class Accepting(Numpy):
         return self.image(rows.reshape(cache.shape))
 
     def argmax(self, logits):
-        return lambda: logits.argmax(-1)
+        return logits.argmax(-1)
 
     def multinomial(self, probs):
-        return lambda: probs.argmax(-1)
+        return probs.argmax(-1)
 
     def softmax(self, logits, top_k, top_p):
         x = np.exp(logits.astype(np.float32) / bench_accept.TEMPERATURE)
-        return lambda: x / x.sum(-1, keepdims=True)
+        return x / x.sum(-1, keepdims=True)
 
     def move(self, caches, target, source):
         def call():
@@ -773,28 +820,18 @@ class Accepting(Numpy):
 
         return call
 
-    def take(self, x, nodes):
-        return lambda: x[np.arange(len(x))[:, None], nodes.clip(min=0)]
+    def take(self, nodes):
+        return lambda x: x[np.arange(len(x))[:, None], nodes.clip(min=0)]
 
     def copies(self):
         return np.arange(64), np.empty(64, np.int64)
 
-    def time(self, call, calls_in_graph=1, *, before=lambda: None, replay=None):
-        before()
-        (replay or call)()
-        self.timed += 1
-        graph = "7.0" if calls_in_graph else ""
-        return {**dict.fromkeys(bench_accept.TIMES, "8.0"), "graph_us": graph}
-
-    def wall(self, call):
-        call()
-        return {"microseconds": "90.0", "spread_microseconds": "2.0"}
+    def time(self, call, calls_in_graph=1, **more):
+        found = super().time(call, calls_in_graph, **more)
+        return {**found, "dirty_microseconds": "9.0", "graph_us": "7.0" if calls_in_graph else ""}
 
     def capture(self, call):
         return call
-
-    def free(self):
-        pass
 
 
 @pytest.fixture
@@ -819,6 +856,10 @@ def short(monkeypatch):
         "STEP_LAYERS": 2,
         "STEP_PREFIX": 9,
         "PAGE_SIZE": 4,
+        "SWEPT_VOCABULARIES": (),
+        "SWEPT_BATCHES": (),
+        "SWEPT_NODES": (),
+        "SWEPT_PAGES": (),
     }
     for name, value in changed.items():
         monkeypatch.setattr(bench_accept, name, value)
@@ -826,8 +867,7 @@ def short(monkeypatch):
 
 @pytest.mark.slow
 def test_the_whole_measurement_of_accepting_on_numpy(short, tmp_path):
-    gpu = Accepting()
-    made = [row for job, given in bench_accept.jobs(quick=False) for row in bench_accept.rows_of(gpu, job, given)]
+    made = [row for job in bench_accept.jobs(Accepting(), quick=False) for row in job()]
     assert [row for row in made if not row["right"]] == []
     tables.write_rows(tmp_path / "accept.csv", made, bench_accept.FIELDS)
     rows = tables.read_rows(tmp_path / "accept.csv")
@@ -836,8 +876,22 @@ def test_the_whole_measurement_of_accepting_on_numpy(short, tmp_path):
     assert all(float(row["path"]) > 1 for row in rows if row["operator"] in ("accept_greedy", "step", "compact_kv"))
     speeds = [row["gb_per_s"] for row in rows if row["operator"] == "compact_kv"]
     assert speeds == [f"{2 * moved * 8 * 2 / 8e3:.0f}" for moved in (3 * 2 * 2, 3 * 2 * 2, 2 * 3, 2 * 3)]
-    jobs = bench_accept.jobs(quick=True)
-    assert Counter(job.__name__ for job, _ in jobs).most_common(1)[0][1] == 1 and len(jobs) == 8
+    jobs = bench_accept.jobs(None, quick=True)
+    assert len({job.func for job in jobs}) == len(jobs) == 8
+
+
+def test_the_sweeps_of_accepting_on_numpy(short, monkeypatch):
+    for name, sizes in (("VOCABULARIES", (51, 64)), ("BATCHES", (1,)), ("NODES", (3,)), ("PAGES", (1, 3))):
+        monkeypatch.setattr(bench_accept, f"SWEPT_{name}", sizes)
+    monkeypatch.setattr(bench_accept, "PROBS_SHAPE", (1, 2, 70))
+    jobs = [partial(rows, Accepting(), *given, name) for rows, name, given in bench_accept.sweeps()]
+    rows = [row for job in jobs for row in job()]
+    assert [row for row in rows if not row["right"]] == []
+    kinds = Counter((row["operator"], row["case"].split(", ")[-1]) for row in rows if row["variant"] == row["operator"])
+    some = ("argmax_tokens", "accept_sampled", "target_probs")
+    expected = {(name, f"{size} sweep"): 1 + (size == "V") for name in some for size in "VBQ"}
+    expected |= {("accept_greedy", "B sweep"): 1, ("accept_greedy", "Q sweep"): 1, ("compact_kv", "page sweep"): 2}
+    assert kinds == expected
 
 
 @pytest.mark.parametrize(
@@ -892,19 +946,20 @@ def test_a_graph_that_does_less_is_seen(short, monkeypatch):
 
 def test_a_job_that_fails_does_not_cost_the_others(short, monkeypatch):
     monkeypatch.setattr(dd, "build_tree", lambda *args, **kwargs: 1 / 0)
-    (row,) = bench_accept.rows_of(Accepting(), bench_accept.greedy_rows, (2, 6))
-    assert row["right"] is False and "greedy_rows(2, 6): ZeroDivisionError" in row["note"] and row["variant"] == ""
+    gpu = Accepting()
+    (row,) = harness.rows_of(gpu, lambda: bench_accept.greedy_rows(gpu, 2, 6))
+    assert row["right"] is False and row["note"].startswith("ZeroDivisionError") and row["variant"] == ""
     assert row["variant"] not in bench_accept.PEERS and bench_accept.line(row).endswith("WRONG")
     assert row.keys() <= set(bench_accept.FIELDS)
 
 
-@pytest.mark.skipif(not bench_trees.runtime.SIMULATOR, reason="there is a GPU")
+@pytest.mark.skipif(not harness.runtime.SIMULATOR, reason="there is a GPU")
 def test_measuring_accepting_says_that_it_needs_a_gpu(capsys, tmp_path):
     assert bench_accept.main(["--out", str(tmp_path)]) == 2
     assert "there is none" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
-# The sentences, tables and figure of accepting, from made-up times
+# The sentences and tables of accepting, from made-up times
 
 
 @pytest.fixture
@@ -970,35 +1025,3 @@ def test_sentences_and_tables_of_accepting(made_up_accept):
     assert "takes 5.0 µs for 6 rows of 7168 bfloat16" in tables.gather_sentence(rows)
     assert "takes 150 µs as one CUDA graph, and 450 µs where" in tables.step_sentence(rows)
     assert {stage for some in bench_accept.STAGES.values() for stage in some} == tables.STAGES.keys()
-
-
-def test_the_figure_of_a_step(made_up_accept, tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_accept
-
-    for folder in ("first", "second"):
-        plot_accept.main(["--csv", str(made_up_accept), "--out", str(tmp_path / folder)])
-    files = sorted((tmp_path / "first").iterdir())
-    assert [f.name for f in files] == [f"step_stages_{t}.{kind}" for t in ("dark", "light") for kind in ("png", "svg")]
-    for file in files:
-        assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
-    for svg in (file for file in files if file.suffix == ".svg"):
-        assert shown(svg) == hashlib.sha256(made_up_accept.read_bytes()).hexdigest()
-        bars = set(re.findall(r'id="((?:greedy|sampled)-\w+)"', svg.read_text(encoding="utf-8")))
-        assert bars == {f"{case}-{stage}" for case, stages in bench_accept.STAGES.items() for stage in stages}
-
-
-def test_no_figure_of_a_step_without_measurements(tmp_path):
-    pytest.importorskip("matplotlib")
-    import plot_accept
-
-    plot_accept.main(["--csv", str(tmp_path / "none.csv"), "--out", str(tmp_path / "figures")])
-    assert list((tmp_path / "figures").iterdir()) == []
-
-
-@needs_accept_rows
-@each_theme
-def test_the_committed_figure_of_a_step_shows_the_committed_measurements(theme):
-    svg = ROOT / "docs" / "figures" / f"step_stages_{theme}.svg"
-    assert shown(svg) == hashlib.sha256(tables.ACCEPTS.read_bytes()).hexdigest(), "python profiling/plot_accept.py"
-    assert svg.with_suffix(".png").stat().st_size > 10_000

@@ -158,6 +158,11 @@ def arguments(logits: View, tokens: View) -> tuple[View, ...]:
     return logits.in_words(), logits.columns(0, 1), tokens
 
 
+def bytes_moved(batch: int, num_rows: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes that `argmax_tokens` must move: each logit of ``itemsize`` bytes read, a token of 4 a row written."""
+    return batch * num_rows * (vocabulary * itemsize + 4)
+
+
 def argmax_tokens(logits: Any, *, out: Any = None) -> Any:
     """The token of the largest logit of each row: what the target chooses behind each node at temperature 0.
 

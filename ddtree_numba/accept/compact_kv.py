@@ -196,6 +196,11 @@ def gather_kernel(nodes, num_accepted, x, out):
         w += THREADS
 
 
+def bytes_moved(num_moves: int, layers: int, row_bytes: int) -> int:
+    """Bytes that `compact_kv` must move: each row that moves, of all requests, in every layer, read and written."""
+    return 2 * num_moves * layers * row_bytes
+
+
 def compact_kv(kv_caches: Any, cache_seqlens: Any, accepted: Accepted, *, block_table: Any = None) -> Any:
     """Move the cache rows of the accepted nodes next to the prefix, in place, and add them to the prefix.
 
@@ -406,6 +411,11 @@ def move(caches: list[View], lengths: View, nodes: View, counts: View, table: Vi
 
 def _offsets(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
+
+
+def gathered_bytes(num_accepted: int, num_rows: int, row_bytes: int) -> int:
+    """Bytes that `gather_accepted` must move: accepted rows of all requests read; all rows of the result written."""
+    return (num_accepted + num_rows) * row_bytes
 
 
 def gather_accepted(x: Any, accepted: Accepted, *, out: Any = None) -> Any:

@@ -175,6 +175,14 @@ def kernel(
         i += THREADS
 
 
+def bytes_moved(batch: int, num_nodes: int, max_depth: int) -> int:
+    """Bytes that `accept_greedy` must move: each node's token, two links and target read, what is accepted written.
+
+    Targets of 32 bits; no stop tokens.
+    """
+    return batch * (num_nodes * 4 * 4 + 4 + (max_depth + 1) * 2 * 4 + 3 * 4)
+
+
 def accept_greedy(
     tree: Any, target_tokens: Any, *, stop_tokens: Any = None, out: Accepted | None = None, validate: bool = False
 ) -> Accepted:

@@ -345,6 +345,11 @@ def kernel(
         i += THREADS
 
 
+def bytes_moved(num_accepted: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes that `accept_sampled` must read: a row of the law for each of the accepted nodes of all requests."""
+    return num_accepted * vocabulary * itemsize
+
+
 def accept_sampled(
     tree: Any,
     target_probs: Any,

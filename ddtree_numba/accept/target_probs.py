@@ -501,6 +501,11 @@ def kernel(words, logits, temperatures, top_ks, top_ps, lowest, probs):
         v += THREADS
 
 
+def bytes_moved(batch: int, num_rows: int, vocabulary: int, itemsize: int) -> int:
+    """Bytes that `target_probs` must move: each logit of ``itemsize`` bytes read, each float32 probability written."""
+    return batch * num_rows * vocabulary * (itemsize + 4)
+
+
 def target_probs(logits: Any, temperature: Any, top_k: Any = None, top_p: Any = None, *, out: Any = None) -> Any:
     """The target's law at each node: softmax(logits / temperature) over what top_k, then top_p keep; 0 elsewhere.
 

@@ -109,6 +109,16 @@ TINY = Tiles(rows=16, keys=16, warps=1, score_rows=8, score_keys=8, value_rows=4
 TILES = (TINY,) if runtime.SIMULATOR else (LARGE, SMALL)
 
 
+class Tuned(NamedTuple):
+    """What was found fastest on one GPU, in place of the built-in choice."""
+
+    few_keys: int  # up to which three_phase is taken
+    large: Tiles
+    large_waves: int  # blocks of the grid, in units of what the GPU holds at a time
+    small: Tiles
+    small_waves: int
+
+
 def padded(head_dim: int) -> int:
     """Columns of a row in shared memory: each group has as many."""
     return -(-head_dim // (4 * GROUPS)) * 4 * GROUPS
@@ -118,6 +128,29 @@ def shared_bytes(tiles: Tiles, head_dim: int) -> int:
     """Dynamic shared memory of a block in bytes: key tile, query tile, weights, five numbers a row, twelve more."""
     pitch = tiles.rows + 8
     return 4 * ((tiles.keys + tiles.rows) * padded(head_dim) + tiles.keys * pitch + 5 * tiles.rows + 12)
+
+
+def unfit(tiles: Tiles) -> str:
+    """Which rule of the kernel these sizes break; "" for those that a kernel can have."""
+    M, N, W, SR, SK, TR = tiles[:6]
+    if min(tiles) < 1:
+        return "all sizes are at least 1"
+    warp_rows, score_warps, value_warps = (max(n, 1) for n in (M // W, M // (2 * SR), M // (4 * TR)))
+    pass_keys = max(W // score_warps, 1) * 2 * SK  # that all warps have scores of at a time
+    rules = {
+        "warps are 1, 2, 4, 8 or 16": W in (1, 2, 4, 8, 16),
+        "rows are a multiple of 8, and at most a thread each": M % COMBINE_ROWS == 0 and M <= 32 * W,
+        "a warp has 1, 2, 4, 8, 16 or 32 rows": warp_rows * W == M and warp_rows in (1, 2, 4, 8, 16, 32),
+        "keys are 16 or 32, as the error bound has it": N in (16, 32),
+        "half warps stage as many keys each": N % (2 * W) == 0,
+        "the lanes of a row have as many keys each": N * warp_rows % 32 == 0,
+        "8, 16, 32 or 64 scores a thread": SR * SK in (8, 16, 32, 64),
+        "warps cover the scores": score_warps * 2 * SR == M and W % score_warps == 0 and N % pass_keys == 0,
+        "value_rows are 4 or 8": TR in (4, 8),
+        "warps cover the values": value_warps * 4 * TR == M and W % value_warps == 0,
+        "at most 1,024 threads in the blocks that a multiprocessor must hold": 32 * W * tiles.blocks <= 1024,
+    }
+    return next((rule for rule, kept in rules.items() if not kept), "")
 
 
 class Shape(NamedTuple):
@@ -975,6 +1008,7 @@ def make_plan(
     num_splits: int | None,
     batch_invariant: bool,
     part: int,
+    tuned: Tuned | None = None,
 ) -> Plan:
     """Choose tiles and grid from sizes and the GPU alone; lengths are not known here.
 
@@ -991,12 +1025,13 @@ def make_plan(
             f"{device_name(device)} has {shared_bytes_limit(device)}; variant 'three_phase' takes any width"
         )
     longest = {ALL: num_nodes + max_seqlen, TREE: num_nodes, PREFIX: max(max_seqlen, 1)}[part]
-    chosen = tiles[0]
-    little = batch * tile_pairs(chosen, num_nodes * num_heads, longest) < LEAST_WORK * multiprocessors(device)
-    # With splits given or fixed, bits would depend on the batch. Reading single elements takes registers that LARGE
-    # does not have.
-    if not wide or (little and num_splits is None and not batch_invariant):
-        chosen = tiles[-1]
+    little = batch * tile_pairs(LARGE, num_nodes * num_heads, longest) < LEAST_WORK * multiprocessors(device)
+    # With splits given or fixed, bits would depend on the batch.
+    spread = little and num_splits is None and not batch_invariant
+    # Reading single elements takes registers that LARGE does not have.
+    chosen, waves = tiles[-1] if spread or not wide else tiles[0], 1
+    if tuned is not None and wide and all(fits(x, kv_lora_rank, head_dim, device) for x in (tuned.large, tuned.small)):
+        chosen, waves = (tuned.small, tuned.small_waves) if spread else (tuned.large, tuned.large_waves)
     row_tiles, most_tiles = -(-num_nodes * num_heads // chosen.rows), -(-longest // chosen.keys)
     shape = Shape(chosen, kv_lora_rank, head_dim, int(wide))
     part_tiles = 0
@@ -1004,7 +1039,7 @@ def make_plan(
         part_tiles = CHUNK // chosen.keys
         num_splits = -(-most_tiles // part_tiles)
     if num_splits is None:
-        num_blocks = min(multiprocessors(device) * chosen.blocks, batch * row_tiles * most_tiles)
+        num_blocks = min(multiprocessors(device) * chosen.blocks * waves, batch * row_tiles * most_tiles)
         return Plan(shape, part, num_blocks, 0, 0, 2 * num_blocks)
     num_blocks = batch * row_tiles * num_splits
     if num_blocks >= 2**31:
@@ -1019,12 +1054,13 @@ def fitting_tiles(kv_lora_rank: int, head_dim: int, device: int) -> list[Tiles]:
 
     LARGE is for compute capability 9 alone: on 10 it has the memory, but the compiler spills a few registers.
     """
-    limit, major = shared_bytes_limit(device), compute_capability(device)[0]
-    return [
-        x
-        for x in TILES
-        if (x != LARGE or major == 9) and kv_lora_rank <= x.max_rank and shared_bytes(x, head_dim) <= limit
-    ]
+    major = compute_capability(device)[0]
+    return [x for x in TILES if (x != LARGE or major == 9) and fits(x, kv_lora_rank, head_dim, device)]
+
+
+def fits(tiles: Tiles, kv_lora_rank: int, head_dim: int, device: int) -> bool:
+    """Whether accumulators fit the registers, and a block a GPU's shared memory."""
+    return kv_lora_rank <= tiles.max_rank and shared_bytes(tiles, head_dim) <= shared_bytes_limit(device)
 
 
 def tile_pairs(tiles: Tiles, num_rows: int, num_keys: int) -> int:
@@ -1032,7 +1068,9 @@ def tile_pairs(tiles: Tiles, num_rows: int, num_keys: int) -> int:
     return -(-num_rows // tiles.rows) * -(-num_keys // tiles.keys)
 
 
-def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool, part: int = ALL) -> Plan:
+def plan_of(
+    problem: Problem, num_splits: int | None, batch_invariant: bool, part: int = ALL, tuned: Tuned | None = None
+) -> Plan:
     """`make_plan` for checked arguments; a caller's workspace must hold its states.
 
     Raises
@@ -1052,6 +1090,7 @@ def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool, par
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         part=part,
+        tuned=tuned,
     )
     if problem.workspace is not None and problem.workspace.shape[0] < plan.workspace_floats:
         raise ValueError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ddtree_numba.attention import flash, three_phase
+from ddtree_numba.attention import flash, three_phase, tuned
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of
 
@@ -71,7 +72,8 @@ def verify_attention(
         A row's bits must not depend on the other requests. flash then splits every 2,048 keys; three_phase, and flash
         with ``num_splits``, always keep this.
     variant : {"auto", "three_phase", "flash", "three_phase_numpy", "flash_numpy"}
-        "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths.
+        "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths;
+        what profiling/tune.py found on this GPU comes first (docs/profiling.md).
         The last two are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
@@ -130,26 +132,57 @@ def verify_attention(
         workspace=workspace,
         validate=validate,
     )
+    found = tuned.of(problem.q_nope.device) if variant == "auto" else None
     if variant == "three_phase_numpy":
         three_phase.run_mirror(problem)
-    elif variant == "three_phase" or (variant == "auto" and not takes_flash(problem, num_splits)):
+    elif variant == "three_phase" or (variant == "auto" and not takes_flash(problem, num_splits, found)):
         three_phase.run(problem)
     elif variant == "flash_numpy":
         flash.run_mirror(problem, flash.plan_of(problem, num_splits, batch_invariant))
     else:
-        flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant))
+        flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant, tuned=found))
     return problem.results
 
 
-def takes_flash(problem: Problem, num_splits: int | None) -> bool:
-    """The rule of ``variant="auto"``: flash for more than FEW_KEYS, wherever it takes the widths.
+def takes_flash(problem: Problem, num_splits: int | None, found: flash.Tuned | None = None) -> bool:
+    """The rule of ``variant="auto"``: flash for more than FEW_KEYS, or what was found, wherever it takes the widths.
 
     docs/verify_attention.md has the times.
     """
     if num_splits is not None and num_splits > 1:
         return True  # and flash says what is wrong, if it is
-    many = problem.max_seqlen + problem.num_nodes > FEW_KEYS
+    many = problem.max_seqlen + problem.num_nodes > (FEW_KEYS if found is None else found.few_keys)
     return many and bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
+
+
+def flops(
+    num_nodes: int, num_heads: int, prefixes: Sequence[int], *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64
+) -> int:
+    """Multiplications and additions of `verify_attention`: each row times all of its request's keys, twice.
+
+    A key of the tree counts whether the mask lets a node see it or not. prefixes: of the requests, in tokens.
+    """
+    keys = sum(prefix + num_nodes for prefix in prefixes)
+    return 2 * num_nodes * num_heads * keys * (kv_lora_rank + qk_rope_head_dim + kv_lora_rank)
+
+
+def bytes_moved(
+    num_nodes: int,
+    num_heads: int,
+    prefixes: Sequence[int],
+    itemsize: int,
+    *,
+    kv_lora_rank: int = 512,
+    qk_rope_head_dim: int = 64,
+) -> int:
+    """Bytes that `verify_attention` must move: queries and live cache rows read once, out and lse written.
+
+    Elements of ``itemsize`` bytes; lengths of 4 bytes and a bool mask are read as well.
+    """
+    head_dim, rows = kv_lora_rank + qk_rope_head_dim, len(prefixes) * num_nodes * num_heads
+    read = (rows + sum(prefix + num_nodes for prefix in prefixes)) * head_dim * itemsize
+    read += len(prefixes) * (4 + num_nodes * num_nodes)
+    return read + rows * (kv_lora_rank * itemsize + 4)
 
 
 def workspace_bytes(
@@ -164,7 +197,7 @@ def workspace_bytes(
     batch_invariant: bool = False,
     prefix_tail: bool = False,
 ) -> int:
-    """Bytes that ``workspace`` must have for these sizes on the current GPU, with variant flash.
+    """Bytes that ``workspace`` must have for these sizes on the current GPU, with variant flash or "auto".
 
     Parameters
     ----------
@@ -214,8 +247,9 @@ def workspace_bytes(
             num_splits=require_splits(num_splits),
             batch_invariant=batch_invariant,
             part=flash.TREE if prefix_tail else flash.ALL,
+            tuned=choice,
         ).workspace_floats
-        for wide in (True, False)
+        for wide, choice in ((True, None), (False, None), (True, None if prefix_tail else tuned.of(HOST)))
     ]
     state = batch * num_nodes * num_heads * (kv_lora_rank + 1) if prefix_tail else 0
     return 16 * -(-(max(floats) + state) // 4)

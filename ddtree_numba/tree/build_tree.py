@@ -17,6 +17,19 @@ LARGEST_TOKEN = 2**31 - 1
 VARIANTS = ("auto", "heap", "heap_numpy", "frontier", "frontier_numpy")
 
 
+def bytes_moved(batch: int, length: int, candidates: int, tree_budget: int) -> int:
+    """Bytes that `build_tree` must move, of trees that come to their budget.
+
+    Read are the log-probabilities that can matter, the first tree_budget of each row, the token of each node and the
+    root; written is all that a `DraftTree` holds.
+    """
+    num_nodes = tree_budget + 1
+    read = 4 * length * min(candidates, tree_budget) + 4 * tree_budget + 4
+    words = -(-num_nodes // 32)
+    written = num_nodes * (6 * 4 + 8 + 4 * words) + 4
+    return batch * (read + written)
+
+
 def build_tree(
     logprobs: Any,
     token_ids: Any,

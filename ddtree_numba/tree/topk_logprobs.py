@@ -15,6 +15,11 @@ VARIANTS = ("auto", "rounds", "rounds_numpy", "threshold", "threshold_numpy")
 MAX_K = 1024
 
 
+def bytes_moved(batch: int, length: int, vocabulary: int, k: int, itemsize: int) -> int:
+    """Bytes that `topk_logprobs` must move: each logit of ``itemsize`` bytes read, each result of 4 and 4 written."""
+    return batch * length * (vocabulary * itemsize + k * (4 + 4))
+
+
 def topk_logprobs(logits: Any, k: int, *, variant: str = "auto", out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
     """The k likeliest tokens of each row, and their log-probabilities under the softmax of the whole row.
 
