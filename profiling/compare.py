@@ -5,7 +5,8 @@ Rows belong together when all columns agree that say what was measured. A time i
 more than its noise, which is the largest of
 
 - `SPREADS` times both interquartile ranges, added as squares, where the row has one;
-- `SHARE` of the old time, since two runs differ by more than the calls within one;
+- `SHARE` of the old time, since two runs differ by more than the calls within one; of a host's time, `HOST_SHARE` of
+  the longer one, since two runs of the same code have been apart by a factor of two;
 - `TICK` microseconds, the resolution of CUDA events with some room.
 
 An error is more where it has grown by more than `ERROR_SHARE`: the same inputs give the same bits, so only code moves
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = "profiling/results"
 
 SPREADS = 2.0
-SHARE = 0.03
+SHARE, HOST_SHARE = 0.03, 0.55
 TICK = 0.3
 ERROR_SHARE = 0.02
 
@@ -164,6 +165,8 @@ def noise(column: str, old: Row, new: Row) -> float:
     before = number(old.get(column))
     if column in ERRORS:
         return ERROR_SHARE * before
+    if column == "host_us":
+        return HOST_SHARE * max(before, number(new.get(column)))
     spreads = [number(row.get(TIMES[column])) if TIMES[column] else 0.0 for row in (old, new)]
     return max(SPREADS * math.hypot(*(s if math.isfinite(s) else 0.0 for s in spreads)), SHARE * before, TICK)
 

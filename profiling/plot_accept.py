@@ -24,7 +24,7 @@ OPERATORS = {
     "target_probs": ("blue", "o"),
     "accept_sampled": ("green", "D"),
 }
-SWEEPS = {"V": "tokens of the vocabulary", "B": "requests", "Q": "nodes of a tree"}
+SWEEPS = {"V": "tokens of the vocabulary", "B": "requests", "Q": "nodes of a tree"}  # the last has all operators
 
 
 def stages_of(rows: Rows, case: str) -> list[tuple[str, float]]:
@@ -121,9 +121,8 @@ def draw_sweeps(theme: Theme, rows: Rows) -> plt.Figure | None:
         labels.append((axes, names))
     style.log_ticks(every[0][0].yaxis, style.duration)
     style.headline(figure, theme, "After the target's forward pass, against one size", style.gpu_of(rows))
-    style.margins(figure, left=0.68, top=0.68, bottom=0.35, across=0.2)
-    for axes, names in labels:
-        style.label_curves(axes, names)
+    style.margins(figure, left=0.68, top=0.68, bottom=0.35, across=0.2, right=1.35)
+    style.label_beside(*labels[-1])  # steep curves side by side leave no room between them
     return figure
 
 

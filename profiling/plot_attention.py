@@ -294,6 +294,7 @@ def draw_sweep(theme: Theme, rows: Rows, ceilings: Rows, case: str, x: str, head
         style.title(axes, theme, dtype)
     units = {"B": "requests", "H": "heads", "Q": "nodes", "prefix": "keys ahead of the tree"}
     fixed = [f"{int(v):,} {units[n]}" for n, v in zip(constants, values, strict=True) if n in units]
+    fixed = ["1 " + text[2:-1] if text.startswith("1 ") and text.endswith("s") else text for text in fixed]
     style.headline(figure, theme, head, f"{style.gpu_of(rows)}; {', '.join(fixed)}")
     style.below(figure, theme, what)
     name_all(figure, labels, left=0.85, across=0.55)
@@ -341,7 +342,7 @@ def draw_roofline(theme: Theme, rows: Rows, ceilings: Rows) -> plt.Figure | None
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.margins(x=0.03, y=0.08)
-        style.log_ticks(axes.xaxis)
+        style.log_ticks(axes.xaxis, subs=(1,))
         style.title(axes, theme, dtype)
         labels.append((axes, names, roofs))
     style.log_ticks(axes.yaxis)

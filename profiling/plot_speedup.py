@@ -161,8 +161,7 @@ def draw_problems(theme: Theme, rows: Rows) -> plt.Figure | None:
     axes.set_xscale("log")
     axes.margins(x=0.04)
     style.log_ticks(axes.xaxis)
-    lines = [", ".join(f"{name} {dict(problem).get(name, '-')}" for name in shown) for problem in found]
-    axes.set_yticks(range(len(found)), lines)
+    axes.set_yticks(range(len(found)), [named(dict(problem), shown) for problem in found])
     axes.set_ylim(len(found) - 0.5, -0.5)
     head = f"{next(iter(found.values()))[0].operator}: time of others over ours"
     style.headline(figure, theme, head, style.gpu_of(rows))
@@ -180,8 +179,17 @@ def draw_problems(theme: Theme, rows: Rows) -> plt.Figure | None:
         labelcolor=theme.text,
     )
     style.below(figure, theme, "their time / ours: right of the line they take longer", x=0.6)
-    style.margins(figure, left=2.6, top=0.8, bottom=0.5)
+    renderer = figure.canvas.get_renderer()
+    longest = max(text.get_window_extent(renderer).width for text in axes.get_yticklabels())
+    style.margins(figure, left=1.05 * longest / figure.dpi + 0.2, top=0.8, bottom=0.5)
     return figure
+
+
+def named(problem: dict[str, str], shown: list[str]) -> str:
+    """What sets a problem apart: sizes with their names, words without."""
+    some = {name: problem[name] for name in shown if name in problem}
+    sizes = [f"{name} {int(value):,}" for name, value in some.items() if value.isdigit()]
+    return ", ".join([*sizes, *(value for value in some.values() if not value.isdigit())])
 
 
 def draw_file(path: Path, out: Path) -> list[str]:

@@ -1,14 +1,15 @@
 """All results of a folder as one page: ``python profiling/report.py [--results DIR] [--out FILE]``.
 
 One HTML file that needs no other: the figures inside as SVG, in the colours that the reader's system asks for, the rows
-of every CSV file as a table, on what machine and of which commit they were measured, and which rows were wrong. It is
-drawn from the CSV files alone. Needs matplotlib.
+of every CSV file as a table, on what machine and of which commit they were measured, and which rows were wrong. A file
+resources.json beside the page, as resources.py --json prints it, is shown too. Needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -170,6 +171,21 @@ def table_of(path: Path) -> str:
     )
 
 
+def resources(path: Path) -> str:
+    """What resources.py printed: a row for each kernel and architecture."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"<p>{escape(path.name)} cannot be read: {escape(str(error))}.</p>"
+    rows = [{**{k: v for k, v in row.items() if k != "mix"}, **row.get("mix", {})} for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    wrong = [not row.get("ok", True) for row in rows]
+    count = f"{len(rows)} rows" + (f", {sum(wrong)} of them not as they must be" if any(wrong) else "")
+    body = table(names, ([str(row.get(name, "")) for name in names] for row in rows), wrong)
+    summary = f"<summary>registers, shared memory and spills, compiled offline: {count}</summary>"
+    return f'<details>{summary}<div class="tall" tabindex="0">{body}</div></details>'
+
+
 def several(values: Iterable[str]) -> str:
     """The different values, in the order in which they come."""
     return ", ".join(dict.fromkeys(value for value in values if value)) or "–"
@@ -219,7 +235,7 @@ def files_of(results: Path) -> list[Path]:
     return [path for path in every if path == style.find(results, path.stem.removesuffix("_quick"))]
 
 
-def sections(results: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
+def sections(results: Path, files: Sequence[Path], kernels: Path | None = None) -> Iterator[tuple[str, str]]:
     """Titles and contents; nothing for what is not there."""
     left = list(files)
     for title, names, stems in SECTIONS:
@@ -232,10 +248,12 @@ def sections(results: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
             yield title, "\n".join(part for part in parts if part)
     if left:
         yield "More results", "\n".join(map(table_of, left))
+    if kernels and kernels.exists():
+        yield "Resources of the kernels", resources(kernels)
 
 
-def page(results: Path) -> str:
-    """The whole page.
+def page(results: Path, kernels: Path | None = None) -> str:
+    """The whole page; ``kernels`` is what resources.py printed, if anything did.
 
     Raises
     ------
@@ -251,7 +269,7 @@ def page(results: Path) -> str:
     gpus = several(row.get("gpu", "") for row in every)
     verdict = f"{len(every):,} rows; every one was checked before it was timed"
     verdict += f", and {wrong} are not right: they have no times, and stand out in the tables." if wrong else "."
-    found = list(sections(results, paths))
+    found = list(sections(results, paths, kernels))
     links = "".join(f'<li><a href="#part-{n}">{escape(title)}</a></li>' for n, (title, _) in enumerate(found))
     body = "\n".join(
         f'<section id="part-{n}"><h2>{escape(title)}</h2>\n{contents}</section>'
@@ -287,7 +305,7 @@ def page(results: Path) -> str:
 
 def write(results: Path, out: Path) -> Path:
     """Write the page of a folder of results."""
-    text = page(results)
+    text = page(results, out.parent / "resources.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
     return out

@@ -30,6 +30,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 WIDTH = 9.0  # inches: 900 px at 100 dpi
+PNG_DPI = 200
 
 Rows = list[dict[str, str]]
 
@@ -105,7 +106,7 @@ LOOKS = {
 
 def look(variant: str) -> Look:
     """How a variant is shown; one that is not known here goes by its own name."""
-    return LOOKS.get(variant, Look(variant, "text", "*"))
+    return LOOKS.get(variant, Look(variant, "blue", "*"))
 
 
 def colour(theme: Theme, variant: str) -> str:
@@ -176,7 +177,7 @@ def draw_files(drawings: Sequence[Drawing], results: Path, out: Path) -> list[st
                 figure, description = found
                 file = out / f"{drawing.name}_{theme.name}"
                 write_svg(figure, f"{file}.svg", description)
-                figure.savefig(f"{file}.png", dpi=200, metadata={"Software": None, "Description": description})
+                figure.savefig(f"{file}.png", dpi=PNG_DPI, metadata={"Software": None, "Description": description})
         else:
             names.append(drawing.name)
     return names
@@ -270,7 +271,7 @@ def below(figure: plt.Figure, theme: Theme, text: str, x: float = 0.53) -> None:
 
 def title(axes: Axes, theme: Theme, text: str) -> None:
     """The head of a panel."""
-    axes.set_title(text, fontsize=9.5, color=theme.text, pad=7)
+    axes.set_title(text, fontsize=9.5, color=theme.text, pad=7, y=1.0)
 
 
 def beside(axes: Axes, theme: Theme, text: str) -> None:

@@ -80,6 +80,9 @@ def test_verdicts(tmp_path, changed, code, verdict):
     [
         ("sustained_us", "50", "51.6", "slower"),
         ("sustained_us", "50", "51.4", "same"),
+        ("host_us", "100", "220", "same"),
+        ("host_us", "220", "100", "same"),
+        ("host_us", "100", "225", "slower"),
         ("max_ulp", "3", "4", "more error"),
     ],
 )

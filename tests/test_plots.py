@@ -6,6 +6,7 @@ Where nothing is measured yet, made-up numbers stand in for it here; no figure o
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from functools import cache
@@ -295,7 +296,8 @@ def curves(name, results):
 
 
 @each_drawing
-def test_a_figure_names_its_files_and_both_themes_show_the_same(drawing, made_up, tmp_path):
+def test_a_figure_names_its_files_and_both_themes_show_the_same(drawing, made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(style, "PNG_DPI", 40)  # sooner drawn
     assert style.draw_files([drawing], made_up, tmp_path) == [drawing.name]
     names = [f"{drawing.name}_{theme}.{kind}" for theme in ("dark", "light") for kind in ("png", "svg")]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
@@ -553,8 +555,10 @@ def test_a_kernel_of_ones_own_is_drawn_beside_ours(tmp_path, monkeypatch):
     assert list(shown(tmp_path / "verify_attention_mine_light.png")) == ["verify_attention_mine.csv"]
     drawing = style.Drawing("x", ("verify_attention_mine",), plot_speedup.draw_problems, "")
     monkeypatch.setitem(DRAWINGS, "mine", drawing)
-    found = curves("mine", tmp_path)
+    found, texts, (width, _) = drawn("mine", tmp_path)
     assert found["mine-0"] == [[0.5, 0]] and found["torch_eager-1"] == [[0.5, 1]]
+    assert {text for text, *_ in texts}.issuperset(("prefix 100", "prefix 200", "mine"))  # what sets the problems apart
+    assert all(x0 >= 0 and x1 <= width for _, x0, _, x1, _ in texts)
 
 
 def test_a_kernel_of_ones_own_that_is_wrong_is_not_drawn(tmp_path):
@@ -585,6 +589,11 @@ def test_curves_of_one_figure_can_be_told_apart_without_colours():
     variants = ("flash", "three_phase", *(name for name in PEAKS if name not in ("flash", "three_phase")))
     assert len({style.look(variant).marker for variant in (*variants, "naive")}) == len(variants) + 1
     assert len({style.look(variant).colour for variant in (*variants, "naive")}) == len(variants) + 1
+
+
+def test_a_problem_is_named_by_what_sets_it_apart():
+    problem = {"case": "kv sweep", "B": "8", "prefix": "2048", "dtype": "bfloat16"}
+    assert plot_speedup.named(problem, ["case", "prefix", "page_size"]) == "prefix 2,048, kv sweep"
 
 
 def test_an_unknown_variant_goes_by_its_own_name():
@@ -761,6 +770,23 @@ def test_what_is_wrong_or_hostile_in_a_file_is_shown_as_text(tmp_path):
     assert page.wrong == 1 and "1 of them not right" in said and "and 1 are not right" in said
     assert "<script>alert(1)</script> & more" in page.cells and "script" not in page.tags and "b" not in page.tags
     assert page.headings[-1] == "More results" and "other <b>" in page.cells
+
+
+def test_the_table_of_resources_beside_the_page_is_on_it(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "SECTIONS", ())
+    (tmp_path / "accept.csv").write_bytes((made_up / "accept.csv").read_bytes())
+    rows = [{"kernel": "<flash>", "arch": "sm_90", "registers": 254, "ok": True, "mix": {"of": "SASS", "FFMA": 77}}]
+    rows.append({**rows[0], "kernel": "heap", "ok": False})
+    (tmp_path / "resources.json").write_text(json.dumps(rows))
+    assert report.main(["--results", str(tmp_path)]) == 0
+    page = Page(said := (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert page.headings[-1] == "Resources of the kernels" and "compiled offline: 2 rows, 1 of them not as" in said
+    assert {"<flash>", "254", "77", "SASS"} <= set(page.cells) and page.wrong == 1
+    assert not any("{" in cell for cell in page.cells)
+    (tmp_path / "resources.json").write_text("[{")  # cut
+    assert report.main(["--results", str(tmp_path)]) == 0
+    page = Page(said := (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "resources.json cannot be read" in said and page.wrong == 0
 
 
 def test_a_full_sweep_goes_ahead_of_a_short_one(made_up, tmp_path):
