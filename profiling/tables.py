@@ -22,6 +22,7 @@ TREES = H200.with_name("trees.csv")
 ERRORS = H200.with_name("attention_error.csv")
 MERGES = H200.with_name("merge_states.csv")
 ACCEPTS = H200.with_name("accept.csv")
+DECODED = H200.with_name("decode_tokens.csv")
 
 BUILDERS = {"frontier": "`frontier`", "heap": "`heap`", "cpu_heap": "heap on the CPU"}
 TOPK = {"threshold": "`threshold`", "rounds": "`rounds`", "torch_topk": "torch.topk", "torch_eager": "with logsumexp"}
@@ -475,6 +476,32 @@ def stages_table(rows: Rows) -> str:
     return markdown(*lines)
 
 
+# Decoding
+
+
+def decode_sentence(rows: Rows) -> str:
+    """In how many replies the tokens are those of one token a step, and what is accepted."""
+    said = []
+    for batch in dict.fromkeys(row["B"] for row in rows):
+        same_batch = [row for row in rows if row["B"] == batch]
+        equal = sum(row["gap"] == "" for row in same_batch)
+        prompts = len({row["prompt"] for row in same_batch})
+        together = "alone" if batch == "1" else f"in batches of {batch}"
+        said.append(f"in {equal} of {len(same_batch)} replies to {prompts} prompts {together}")
+    lengths = {
+        mode: sum(float(row["acceptance_length"]) for row in found) / len(found)
+        for mode in ("tree", "chain")
+        if (found := [row for row in rows if row["mode"] == mode and row["B"] == rows[0]["B"]])
+    }
+    most = max(int(row["tokens"]) for row in rows)
+    accepted = " and ".join(f"{length:.2f} in mode `{mode}`" for mode, length in lengths.items())
+    return (
+        f"On an {rows[0]['gpu'].removeprefix('NVIDIA ')} the greedy tokens of modes `tree` and `chain` are those of one "
+        f"token a step {', '.join(said)}, {most} tokens each at most. `PromptLookup` has {accepted} accepted a step, on "
+        "average over prompts."
+    )
+
+
 # Putting them into the pages
 
 
@@ -510,6 +537,7 @@ QUOTES = (
     Quote("docs/compact_kv.md", "copy", ACCEPTS, (copy_sentence, gather_sentence)),
     Quote("docs/step.md", "step", ACCEPTS, (step_sentence,)),
     Quote("docs/step.md", "stages", ACCEPTS, (stages_table,)),
+    Quote("docs/decode.md", "decode", DECODED, (decode_sentence,)),
 )
 
 

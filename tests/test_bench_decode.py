@@ -15,6 +15,7 @@ from ddtree_numba.decode import load
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))
 
 import bench_decode
+import tables
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +77,16 @@ def test_without_a_gpu_it_says_so(capsys):
         pytest.skip("there is a GPU here")
     assert bench_decode.main([]) == 2
     assert "there is none" in capsys.readouterr().err
+
+
+def test_the_sentence_counts_equal_replies_and_means_acceptance():
+    row = {"gpu": "NVIDIA H200", "tokens": "9", "gap": ""}
+    rows = [
+        {**row, "prompt": "a", "mode": "tree", "B": "8", "acceptance_length": "3"},
+        {**row, "prompt": "b", "mode": "tree", "B": "8", "acceptance_length": "2", "gap": "1e-5"},
+        {**row, "prompt": "a", "mode": "chain", "B": "8", "acceptance_length": "1.5"},
+        {**row, "prompt": "a", "mode": "tree", "B": "1", "acceptance_length": "9", "tokens": "12"},
+    ]
+    said = tables.decode_sentence(rows)
+    assert "in 2 of 3 replies to 2 prompts in batches of 8, in 1 of 1 replies to 1 prompts alone, 12 tokens" in said
+    assert "2.50 in mode `tree` and 1.50 in mode `chain`" in said
