@@ -496,9 +496,9 @@ def decode_sentence(rows: Rows) -> str:
     most = max(int(row["tokens"]) for row in rows)
     accepted = " and ".join(f"{length:.2f} in mode `{mode}`" for mode, length in lengths.items())
     return (
-        f"On an {rows[0]['gpu'].removeprefix('NVIDIA ')} the greedy tokens of modes `tree` and `chain` are those of one "
-        f"token a step {', '.join(said)}, {most} tokens each at most. `PromptLookup` has {accepted} accepted a step, on "
-        "average over prompts."
+        f"On an {rows[0]['gpu'].removeprefix('NVIDIA ')} the greedy tokens of modes `tree` and `chain` are those of "
+        f"one token a step {', '.join(said)}, {most} tokens each at most. `PromptLookup` has {accepted} accepted a "
+        "step, on average over prompts."
     )
 
 
