@@ -1,0 +1,506 @@
+"""Hopper's asynchronous units (sm_90a): mbarriers, bulk tensor copies, wgmma, register budgets.
+
+Places in shared memory are 32-bit addresses of the block's window (`shared_address`), places in global memory 64-bit
+ones (`address`). Fragments travel as tuples of float32 or uint32, which the compiler keeps in registers.
+
+==========================================  ========================================================================
+``mbarrier_init(at, count)``                mbarrier.init: a phase ends after ``count`` arrivals and all bytes expected
+``mbarrier_fence()``                        fence.mbarrier_init: copies started by others see the barriers
+``mbarrier_expect(at, nbytes)``             arrive, and expect as many bytes of copies in this phase
+``mbarrier_arrive(at)``                     arrive
+``mbarrier_wait(at, parity)``               wait until the phase of this parity has ended
+``keep_map(at, words)``                     a tensor map's 128 bytes, from 16 int64, to global memory
+``acquire_map(at)``                         fence.proxy.tensormap: copies see what `keep_map` wrote; the threads that
+                                            wrote it have met this one at a barrier
+``copy_box(to, map, at, c, row, page)``     cp.async.bulk.tensor.3d: a box to shared memory; its bytes count at the
+                                            mbarrier ``at``. What lies outside the tensor arrives as zeros
+``async_fence()``                           fence.proxy.async: what this thread wrote to shared memory is there for
+                                            copies and wgmma of whoever it meets at a barrier
+``named_sync(n, threads)``                  bar.sync and bar.arrive; barrier n counts ``threads``, whole warps
+``named_arrive(n, threads)``
+``fewer_registers(n)``                      setmaxnreg: of each thread of the warpgroup
+``more_registers(n)``
+``descriptor(at, leading, stride)``         wgmma's matrix descriptor for 128-byte swizzled tiles; strides in bytes
+``make_wgmma(...)``                         wgmma.mma_async, several k steps in one piece of assembly
+``make_wait(n, pending)``                   wgmma.wait_group; takes and returns the accumulators, so that nothing that
+                                            reads them moves ahead of it
+==========================================  ========================================================================
+
+A fragment of m64nN in a warpgroup: warp w has rows 16 w .. 16 w + 15; lane l holds of every 8 columns those numbered
+2 (l % 4) and the next, in rows l / 4 (elements 0 and 1) and l / 4 + 8 (2 and 3). Pairs ``(a, b)`` of row values are for
+these two rows.
+
+Source: PTX ISA, "mbarrier", "cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg", "tensormap".
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+I1, I16, I32, I64, F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+VOID = ir.VoidType()
+
+
+def assembly(builder, result, args, text, constraints, effect=True):
+    function_type = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(ir.InlineAsm(function_type, text, constraints, side_effect=effect), args)
+
+
+def sized(builder, x, bits):
+    """An integer of as many bits."""
+    if x.type.width == bits:
+        return x
+    return builder.trunc(x, ir.IntType(bits)) if x.type.width > bits else builder.sext(x, ir.IntType(bits))
+
+
+def elements(builder, x):
+    return [builder.extract_value(x, i) for i in range(x.type.count)]
+
+
+def packed(builder, element, values):
+    found = ir.Constant(ir.ArrayType(element, len(values)), ir.Undefined)
+    for i, v in enumerate(values):
+        found = builder.insert_value(found, v, i)
+    return found
+
+
+def floats(n):
+    return types.UniTuple(types.float32, n)
+
+
+def words(n):
+    return types.UniTuple(types.uint32, n)
+
+
+def instruction(text, operands="", result=types.void, effect=True):
+    """An intrinsic that is one instruction; operands: r and l for integers of 32 and 64 bits, f for float32."""
+
+    def body(typingctx, *arguments):
+        def codegen(context, builder, signature, args):
+            given = [a if c == "f" else sized(builder, a, 32 if c == "r" else 64) for a, c in zip(args, operands)]
+            outer = {types.void: (VOID, []), types.float32: (F32, ["=f"]), types.int32: (I32, ["=r"])}
+            outer[types.int64] = (I64, ["=l"])
+            kind, out = outer[result]
+            constraints = ",".join([*out, *operands, *(["~{memory}"] if effect else [])])
+            found = assembly(builder, kind, given, text, constraints, effect)
+            return context.get_dummy_value() if result == types.void else found
+
+        return result(*arguments), codegen
+
+    names = ", ".join(f"a{i}" for i in range(len(operands)))
+    scope = {"body": body}
+    exec(f"def one(typingctx{', ' * bool(names)}{names}):\n    return body(typingctx{', ' * bool(names)}{names})", scope)
+    return intrinsic(scope["one"])
+
+
+@intrinsic
+def shared_address(typingctx, array):
+    def codegen(context, builder, signature, args):
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        byte = ir.IntType(8)
+        return builder.ptrtoint(builder.addrspacecast(builder.bitcast(data, byte.as_pointer()), byte.as_pointer(3)), I32)
+
+    return types.int32(array), codegen
+
+
+@intrinsic
+def address(typingctx, array):
+    def codegen(context, builder, signature, args):
+        return builder.ptrtoint(context.make_array(signature.args[0])(context, builder, args[0]).data, I64)
+
+    return types.int64(array), codegen
+
+
+mbarrier_init = instruction("mbarrier.init.shared::cta.b64 [$0], $1;", "rr")
+mbarrier_fence = instruction("fence.mbarrier_init.release.cluster;")
+mbarrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "rr")
+mbarrier_arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "r")
+mbarrier_wait = instruction(
+    "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+    "@done bra DONE;\nbra AGAIN;\nDONE:\n}",
+    "rr",
+)
+acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l")
+copy_box = instruction(
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5}], [$2];",
+    "rlrrrr",
+)
+async_fence = instruction("fence.proxy.async.shared::cta;")
+named_sync = instruction("bar.sync $0, $1;", "rr")
+named_arrive = instruction("bar.arrive $0, $1;", "rr")
+store_shared = instruction("st.shared.f32 [$0], $1;", "rf")
+load_shared = instruction("ld.shared.f32 $0, [$1];", "r", types.float32)
+clear_shared = instruction("st.shared.v4.b32 [$0], {0, 0, 0, 0};", "r")
+
+
+def fewer_registers(n):
+    return instruction(f"setmaxnreg.dec.sync.aligned.u32 {n};")
+
+
+def more_registers(n):
+    return instruction(f"setmaxnreg.inc.sync.aligned.u32 {n};")
+
+
+@intrinsic
+def keep_map(typingctx, at, given):
+    def codegen(context, builder, signature, args):
+        for i, word in enumerate(elements(builder, args[1])):
+            place = builder.add(args[0], I64(8 * i))
+            assembly(builder, VOID, [place, word], "st.global.b64 [$0], $1;", "l,l,~{memory}")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.UniTuple(types.int64, 16)), codegen
+
+
+@intrinsic
+def descriptor(typingctx, at, leading, stride):
+    def codegen(context, builder, signature, args):
+        place = builder.zext(sized(builder, args[0], 32), I64)
+        fields = [(place, 0), (sized(builder, args[1], 64), 16), (sized(builder, args[2], 64), 32)]
+        found = I64(1 << 62)
+        for value, shift in fields:
+            field = builder.and_(builder.lshr(value, I64(4)), I64(0x3FFF))
+            found = builder.or_(found, builder.shl(field, I64(shift)))
+        return found
+
+    return types.int64(at, leading, stride), codegen
+
+
+def make_wgmma(kind, n, a_offsets, b_offsets, *, b_transposed=0, first=False, commit=True):
+    """wgmma m64nNk16 for each of ``b_offsets``, bytes from the descriptors; kind: "bf16" or "f16".
+
+    a_offsets : bytes from A's descriptor; None: A is a tuple of 4 words a step.
+    first : the accumulators' old values do not count.
+    """
+    count = n // 2
+    num_a = 1 if a_offsets is not None else 4 * len(b_offsets)
+    accumulators = ", ".join(f"${i}" for i in range(count))
+    lines = ["{", ".reg .pred more;", ".reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
+    for step, offset in enumerate(b_offsets):
+        lines.append(f"setp.ne.b32 more, {0 if first and step == 0 else 1}, 0;")
+        lines.append(f"add.s64 b, ${count + num_a}, {offset >> 4};")
+        if a_offsets is None:
+            a = "{" + ",".join(f"${count + 4 * step + i}" for i in range(4)) + "}"
+            flags = f"more, 1, 1, {b_transposed}"
+        else:
+            lines.append(f"add.s64 a, ${count}, {a_offsets[step] >> 4};")
+            a, flags = "a", f"more, 1, 1, 0, {b_transposed}"
+        lines.append(
+            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{accumulators}}}, {a}, b, {flags};"
+        )
+    if commit:
+        lines.append("wgmma.commit_group.sync.aligned;")
+    text = "\n".join([*lines, "}"])
+    of_a = ["l"] if a_offsets is not None else ["r"] * num_a
+    constraints = ",".join([*["=f"] * count, *of_a, "l", *map(str, range(count)), "~{memory}"])
+    struct = ir.LiteralStructType([F32] * count)
+
+    @intrinsic
+    def wgmma(typingctx, acc, a, b):
+        def codegen(context, builder, signature, args):
+            first_operand = [args[1]] if a_offsets is not None else elements(builder, args[1])
+            given = [*first_operand, args[2], *elements(builder, args[0])]
+            found = assembly(builder, struct, given, text, constraints)
+            return packed(builder, F32, [builder.extract_value(found, i) for i in range(count)])
+
+        return floats(count)(acc, a, b), codegen
+
+    return wgmma
+
+
+def make_wait(count, pending=0):
+    constraints = ",".join([*["=f"] * count, *map(str, range(count)), "~{memory}"])
+    struct = ir.LiteralStructType([F32] * count)
+
+    @intrinsic
+    def wait(typingctx, acc):
+        def codegen(context, builder, signature, args):
+            text = f"wgmma.wait_group.sync.aligned {pending};"
+            found = assembly(builder, struct, elements(builder, args[0]), text, constraints)
+            return packed(builder, F32, [builder.extract_value(found, i) for i in range(count)])
+
+        return floats(count)(acc), codegen
+
+    return wait
+
+
+def make_undefined(count):
+    """Accumulators of no value, for a wgmma that does not read them."""
+
+    @intrinsic
+    def undefined(typingctx):
+        def codegen(context, builder, signature, args):
+            return ir.Constant(ir.ArrayType(F32, count), ir.Undefined)
+
+        return floats(count)(), codegen
+
+    return undefined
+
+
+def make_zeros(count):
+    @intrinsic
+    def zeros(typingctx):
+        def codegen(context, builder, signature, args):
+            return packed(builder, F32, [F32(0.0)] * count)
+
+        return floats(count)(), codegen
+
+    return zeros
+
+
+# Fragments
+
+
+def half(i):
+    """Which of a thread's two rows element i is of."""
+    return (i >> 1) & 1
+
+
+def maximum(builder, a, b):
+    return assembly(builder, F32, [a, b], "max.f32 $0, $1, $2;", "=f,f,f", False)
+
+
+def exp2(builder, x, effect=False):
+    return assembly(builder, F32, [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", effect)
+
+
+def over_quad(builder, x, join):
+    for lanes in (1, 2):
+        text = f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;"
+        other = assembly(builder, I32, [builder.bitcast(x, I32)], text, "=r,r")
+        x = join(builder, x, builder.bitcast(other, F32))
+    return x
+
+
+def joined(builder, values, join):
+    """In pairs, so that no chain is longer than it must be."""
+    while len(values) > 1:
+        values = [join(builder, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
+def add(builder, a, b):
+    return builder.fadd(a, b)
+
+
+def by_rows(work, count):
+    """An intrinsic of pairs: element-wise ``work`` on the rows' values."""
+
+    def body(typingctx, *pairs):
+        def codegen(context, builder, signature, args):
+            columns = zip(*(elements(builder, a) if isinstance(a.type, ir.ArrayType) else [a] * 2 for a in args), strict=True)
+            return packed(builder, F32, [work(builder, *column) for column in columns])
+
+        return floats(2)(*pairs), codegen
+
+    names = ", ".join(f"a{i}" for i in range(count))
+    scope = {"body": body}
+    exec(f"def one(typingctx, {names}):\n    return body(typingctx, {names})", scope)
+    return intrinsic(scope["one"])
+
+
+rows_max = by_rows(maximum, 2)
+rows_add = by_rows(add, 2)
+rows_times = by_rows(lambda b, x, y: b.fmul(x, y), 2)
+quad_max = by_rows(lambda b, x: over_quad(b, x, maximum), 1)
+quad_sum = by_rows(lambda b, x: over_quad(b, x, add), 1)
+# The reference of a row, in units of log2: raised to what m, scaled, needs; how sums move from one to another; where
+# they have moved to, since no factor is above 2**60.
+raised = by_rows(lambda b, r, m, scale: maximum(b, r, b.fmul(m, scale)), 3)
+moved = by_rows(lambda b, old, new: maximum(b, new, b.fsub(old, F32(60.0))), 2)
+
+
+def _factor(builder, old, new):
+    least = assembly(builder, F32, [builder.fsub(old, new), F32(60.0)], "min.f32 $0, $1, $2;", "=f,f,f", False)
+    return exp2(builder, least)
+
+
+factor = by_rows(_factor, 2)
+
+
+def _inverse(builder, x):
+    """1 / x to an ulp or so, 0 for 0: an approximation and a step of Newton's; a division would take a call."""
+    first = assembly(builder, F32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False)
+    error = assembly(builder, F32, [builder.fsub(F32(-0.0), x), first], "fma.rn.ftz.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", False)
+    second = assembly(builder, F32, [error, first], "fma.rn.ftz.f32 $0, $1, $2, $2;", "=f,f,f", False)
+    return builder.select(builder.fcmp_ordered(">", x, F32(0.0)), second, F32(0.0))
+
+
+def _log_sum(builder, reference, x):
+    """Natural logarithm of 2 ** reference * x, -inf for x = 0."""
+    log2 = assembly(builder, F32, [x], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False)
+    found = builder.fmul(builder.fadd(reference, log2), F32(0.6931471805599453))
+    return builder.select(builder.fcmp_ordered(">", x, F32(0.0)), found, F32(float("-inf")))
+
+
+inverses, log_sums = by_rows(_inverse, 1), by_rows(_log_sum, 2)
+
+
+@intrinsic
+def tile_max(typingctx, s):
+    """This thread's largest score of each row."""
+
+    def codegen(context, builder, signature, args):
+        e = elements(builder, args[0])
+        return packed(builder, F32, [joined(builder, [x for i, x in enumerate(e) if half(i) == h], maximum) for h in (0, 1)])
+
+    return floats(2)(s), codegen
+
+
+@intrinsic
+def tile_sum(typingctx, p):
+    """This thread's sum of each row."""
+
+    def codegen(context, builder, signature, args):
+        e = elements(builder, args[0])
+        return packed(builder, F32, [joined(builder, [x for i, x in enumerate(e) if half(i) == h], add) for h in (0, 1)])
+
+    return floats(2)(p), codegen
+
+
+def _make_exp_tile(effect):
+    @intrinsic
+    def exp_tile(typingctx, s, reference, scale):
+        """2 ** (s * scale - reference)."""
+
+        def codegen(context, builder, signature, args):
+            minus = [builder.fsub(F32(-0.0), r) for r in elements(builder, args[1])]
+            found = []
+            for i, x in enumerate(elements(builder, args[0])):
+                text = "fma.rn.ftz.f32 $0, $1, $2, $3;"
+                y = assembly(builder, F32, [x, args[2], minus[half(i)]], text, "=f,f,f,f", False)
+                found.append(exp2(builder, y, effect))
+            return packed(builder, F32, found)
+
+        return floats(s.count)(s, reference, scale), codegen
+
+    return exp_tile
+
+
+exp_tile, exp_tile_in_place = _make_exp_tile(False), _make_exp_tile(True)  # the second keeps its place among wgmmas
+
+
+@intrinsic
+def mask_tile(typingctx, s, seen):
+    """-inf where a bit of the row's 64 is off; the bits are shifted right by the lane's first column."""
+
+    def codegen(context, builder, signature, args):
+        bits = elements(builder, args[1])
+        found = []
+        for i, x in enumerate(elements(builder, args[0])):
+            bit = 1 << (8 * (i // 4) + (i & 1))
+            on = builder.icmp_unsigned("!=", builder.and_(bits[half(i)], I64(bit - (1 << 64 if bit >> 63 else 0))), I64(0))
+            found.append(builder.select(on, x, F32(float("-inf"))))
+        return packed(builder, F32, found)
+
+    return floats(s.count)(s, seen), codegen
+
+
+@intrinsic
+def scale_tile(typingctx, acc, factors):
+    def codegen(context, builder, signature, args):
+        f = elements(builder, args[1])
+        return packed(builder, F32, [builder.fmul(x, f[half(i)]) for i, x in enumerate(elements(builder, args[0]))])
+
+    return floats(acc.count)(acc, factors), codegen
+
+
+def rounded_pair(builder, kind, low, high):
+    """Two float32 to a word of two 16-bit numbers, each to nearest, ties to even."""
+    return assembly(builder, I32, [high, low], f"cvt.rn.{kind}x2.f32 $0, $1, $2;", "=r,f,f", False)
+
+
+def make_pack_tile(kind):
+    @intrinsic
+    def pack_tile(typingctx, p):
+        def codegen(context, builder, signature, args):
+            e = elements(builder, args[0])
+            return packed(builder, I32, [rounded_pair(builder, kind, *e[i : i + 2]) for i in range(0, len(e), 2)])
+
+        return words(p.count // 2)(p), codegen
+
+    return pack_tile
+
+
+@intrinsic
+def store_matrices(typingctx, tile, row, high, low_bits):
+    """stmatrix: a 64 x 64 tile of words to a swizzled block; row: address of row 16 w + l % 16, high: l / 16, l % 8."""
+
+    def codegen(context, builder, signature, args):
+        given = elements(builder, args[0])
+        row, high, low_bits = (sized(builder, a, 32) for a in args[1:])
+        for m in range(len(given) // 4):
+            chunk = builder.xor(builder.add(high, I32(2 * m)), low_bits)
+            place = builder.add(row, builder.shl(chunk, I32(4)))
+            text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+            assembly(builder, VOID, [place, *given[4 * m : 4 * m + 4]], text, "r,r,r,r,r,~{memory}")
+        return context.get_dummy_value()
+
+    return types.void(tile, row, high, low_bits), codegen
+
+
+def scaled(builder, x, inverse):
+    """x * inverse, and 0 for a row of inverse 0: there x may be NaN, of rows that nobody sees."""
+    live = builder.fcmp_ordered(">", inverse, F32(0.0))
+    return builder.select(live, builder.fmul(x, inverse), F32(0.0))
+
+
+@intrinsic
+def store_floats(typingctx, acc, at, below, inverse, stored, stored_below):
+    """Two rows of float32, scaled; at, below: addresses of the rows' columns 2 (l % 4)."""
+
+    def codegen(context, builder, signature, args):
+        e, f = elements(builder, args[0]), elements(builder, args[3])
+        for h in (0, 1):
+            there = builder.icmp_signed("!=", args[4 + h], args[4 + h].type(0))
+            with builder.if_then(there):
+                for j in range(len(e) // 4):
+                    place = builder.add(args[1 + h], I64(32 * j))
+                    pair = [scaled(builder, e[4 * j + 2 * h + i], f[h]) for i in (0, 1)]
+                    assembly(builder, VOID, [place, *pair], "st.global.v2.f32 [$0], {$1,$2};", "l,f,f,~{memory}")
+        return context.get_dummy_value()
+
+    return types.void(acc, at, below, inverse, stored, stored_below), codegen
+
+
+def make_store_halves(kind):
+    @intrinsic
+    def store_halves(typingctx, acc, at, below, inverse, stored, stored_below, quarter):
+        """Two rows of 16-bit numbers, scaled, 16 bytes a lane after an exchange in the quad.
+
+        at, below: addresses of the rows' columns 8 (l % 4); quarter: l % 4.
+        """
+
+        def codegen(context, builder, signature, args):
+            e, f = elements(builder, args[0]), elements(builder, args[3])
+            quarter = sized(builder, args[6], 32)
+            odd, upper = (builder.icmp_signed("!=", builder.and_(quarter, I32(n)), I32(0)) for n in (1, 2))
+
+            def swap(x, lanes):
+                return assembly(builder, I32, [x], f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;", "=r,r")
+
+            for h in (0, 1):
+                there = builder.zext(builder.icmp_signed("!=", args[4 + h], args[4 + h].type(0)), I32)
+                for m in range(len(e) // 16):
+                    four = []
+                    for c in range(4):
+                        i = 4 * (4 * m + c) + 2 * h
+                        four.append(rounded_pair(builder, kind, *(scaled(builder, x, f[h]) for x in e[i : i + 2])))
+                    rows = []
+                    for x, y in (four[:2], four[2:]):
+                        other = swap(builder.select(odd, x, y), 1)
+                        rows.append((builder.select(odd, other, x), builder.select(odd, y, other)))
+                    (a, b), (c, d) = rows
+                    first, second = (swap(builder.select(upper, x, y), 2) for x, y in ((a, c), (b, d)))
+                    given = [builder.select(upper, first, a), builder.select(upper, second, b)]
+                    given += [builder.select(upper, c, first), builder.select(upper, d, second)]
+                    place = builder.add(args[1 + h], I64(64 * m))
+                    text = "{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1,$2,$3,$4};\n}"
+                    assembly(builder, VOID, [place, *given, there], text, "l,r,r,r,r,r,~{memory}")
+            return context.get_dummy_value()
+
+        return types.void(acc, at, below, inverse, stored, stored_below, quarter), codegen
+
+    return store_halves
