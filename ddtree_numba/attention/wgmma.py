@@ -75,7 +75,7 @@ from ddtree_numba.device.hopper import (
 
 THREADS = 384
 LAUNCH_BOUNDS = (THREADS, 1)
-PRODUCER, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 256, 224, 56
+PRODUCER, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 256, 240, 24
 
 # Shared memory, bytes: queries | keys of A | keys of B | probabilities of B | references | exchange | mbarriers.
 BOX = 64 * 128  # 64 rows of 64 columns, 128-byte swizzle
