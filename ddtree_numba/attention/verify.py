@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddtree_numba.attention import flash, three_phase, tuned
+from ddtree_numba.attention import flash, mma, three_phase, tuned
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of
 
 FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
-VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy")
+VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy", "mma", "mma_numpy")
 
 
 def verify_attention(
@@ -139,6 +139,10 @@ def verify_attention(
         three_phase.run(problem)
     elif variant == "flash_numpy":
         flash.run_mirror(problem, flash.plan_of(problem, num_splits, batch_invariant))
+    elif variant == "mma":
+        mma.run(problem, mma.plan_of(problem, num_splits, batch_invariant))
+    elif variant == "mma_numpy":
+        mma.run_mirror(problem, mma.plan_of(problem, num_splits, batch_invariant))
     else:
         flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant, tuned=found))
     return problem.results
