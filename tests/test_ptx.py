@@ -58,7 +58,7 @@ def numbers(*shape: int, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
 
 @cuda.jit
 def copies(x, sizes, out):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     t = cuda.threadIdx.x
     copy_async(shared, 4 * t, x[t], 8, sizes[t])
     commit_copies()
@@ -88,7 +88,7 @@ def test_copies_bring_sixteen_bytes_or_zeros(dtype):
 
 @cuda.jit
 def reads_early(x, out):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     t = cuda.threadIdx.x
     shared[4 * t] = 7
     cuda.syncthreads()
@@ -111,13 +111,13 @@ def test_the_twin_shows_copies_that_are_read_or_overwritten_too_early():
 
 @cuda.jit
 def copies_to_an_odd_place(x, out):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     copy_async(shared, 4 * cuda.threadIdx.x + 2, x[cuda.threadIdx.x], 0, np.int32(16))
 
 
 @cuda.jit
 def copies_from_an_odd_place(x, out):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     copy_async(shared, 4 * cuda.threadIdx.x, x[cuda.threadIdx.x], 4, np.int32(16))
 
 
@@ -135,7 +135,7 @@ PITCH = 12  # words of a row: its places differ from those of a packed matrix
 
 @cuda.jit
 def loads(x, places, plain, transposed):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     words = cuda.local.array(8, types.uint32)
     t = cuda.threadIdx.x
     for n in range(PITCH):
@@ -219,7 +219,7 @@ def test_one_product_of_matrices(dtype):
 @cuda.jit
 def multiplies_many(x, y, factors, like, out):
     """out = diag(factors) (x y), x 32 x 48, y 48 x 16, by tiles of shared memory."""
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     floats = cuda.shared.array(0, types.float32)
     left = cuda.local.array(8, types.uint32)
     right = cuda.local.array(4, types.uint32)
@@ -364,7 +364,7 @@ def test_a_barrier_that_never_fills_is_an_error():
 
 @cuda.jit
 def some_lanes_stay_away(x, out):
-    shared = cuda.shared.array(0, types.uint32)
+    shared = cuda.shared.array(0, types.uint32, alignment=16)
     words = cuda.local.array(4, types.uint32)
     if cuda.threadIdx.x < 20:
         load_matrices(shared, 0, words, 0)

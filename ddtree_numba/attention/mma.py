@@ -34,8 +34,8 @@ different banks, for any place in the row.
 
 Cost: 2 n (D + R) FLOPs for a row that sees n keys. A key tile is read once by each row tile, from L2 for the most part.
 
-Source: PTX ISA, mma.m16n8k16, ldmatrix, cp.async (sm_80 and later); FlashAttention-2 (arXiv 2307.08691); a reference
-that lags: FlashAttention-4 (arXiv 2603.05451); even parts of all tiles: stream-K (arXiv 2301.03598).
+Source: PTX ISA, mma.m16n8k16, ldmatrix, cp.async (sm_80 and later); FlashAttention-2 (arXiv 2307.08691);
+even parts of all tiles: stream-K (arXiv 2301.03598).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Tiles(NamedTuple):
 
 
 LARGE = Tiles(rows=64, keys=32, score_rows=32)
-MEDIUM = Tiles(rows=64, keys=16, score_rows=32)
+MEDIUM = Tiles(rows=64, keys=32, score_rows=16)
 SMALL = Tiles(rows=32, keys=16, score_rows=16)
 # Python threads are dear in the simulator.
 TILES = (SMALL,) if runtime.SIMULATOR else (LARGE, MEDIUM, SMALL)
@@ -523,10 +523,12 @@ def make_kernel(tiles: Tiles) -> Any:
         """Block n of N; with num_splits > 0 a block for each part of each row tile, else N even parts of all work."""
         num_nodes, num_heads = q_nope.shape[1], q_nope.shape[2]
         t = cuda.threadIdx.x
-        words = cuda.shared.array(0, types.uint32)  # gpu: all dynamic arrays are one, sliced by the places above
-        scores = cuda.shared.array(0, types.float32)  # gpu: the same memory
-        sums = cuda.shared.array(0, types.int64)  # gpu: the same memory, ahead of the first tile
-        numbers = cuda.shared.array(0, types.int32)  # gpu: the same memory, at places of its own
+        # gpu: all dynamic arrays are one, sliced by the places above; sums come ahead of the first tile. Matrices and
+        # copies take addresses that are multiples of 16.
+        words = cuda.shared.array(0, types.uint32, alignment=16)
+        scores = cuda.shared.array(0, types.float32, alignment=16)
+        sums = cuda.shared.array(0, types.int64, alignment=16)
+        numbers = cuda.shared.array(0, types.int32, alignment=16)
         acc = cuda.local.array(ACC, types.float32)
         s = cuda.local.array(SCORES, types.float32)
         a = cuda.local.array(A_WORDS, types.uint32)
@@ -701,8 +703,8 @@ def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool) -> 
     for x in (q, problem.q_pe, cache):
         if 0 not in x.shape and not in_sixteens(x):
             raise ValueError(
-                f"{x} has address {x.pointer:#x} and strides {x.strides} in bytes; variant 'mma' reads 16 bytes at a "
-                "time: the last axis must be contiguous, the address and all other strides multiples of 16"
+                f"{x} has strides {x.strides} in bytes, at an address {x.pointer % 16} above a multiple of 16; variant "
+                "'mma' reads 16 bytes at a time: the last axis must be contiguous, address and strides multiples of 16"
             )
     if problem.workspace is not None and problem.workspace.shape[0] < plan.workspace_floats:
         raise ValueError(

@@ -120,7 +120,7 @@ class Block:
                     turns.append(thread)
                 elif not thread.dead:
                     waiting[place].append(thread)
-                    if place is not None and self._complete(place, waiting[place], threads):
+                    if place is not None and self._complete(place, waiting[place], ()):
                         turns.extendleft(reversed(waiting.pop(place)))
                 if not turns:
                     threads = [thread for thread in threads if not thread.dead]
@@ -134,15 +134,13 @@ class Block:
                 if not thread.dead:
                     thread.throw()
 
-    def _complete(self, place: Any, waiting: list[Thread], threads: list[Thread]) -> bool:
-        """Whether all threads that meet at a place are there."""
+    def _complete(self, place: Any, waiting: Sequence[Thread], living: Sequence[Thread]) -> bool:
+        """Whether all threads that meet at a place are there; those of an incomplete warp once no other can run."""
         if place is None:
-            return len(waiting) == len(threads)
+            return len(waiting) == len(living)
         if place[0] == "warp":
-            first = place[1] * WARP
-            if len(waiting) == WARP:
-                return True
-            return len(waiting) == sum(first <= t.thread_id < first + WARP and not t.dead for t in threads)
+            own = [thread for thread in living if thread.thread_id // WARP == place[1]]
+            return len(waiting) == (len(own) if own else WARP)
         if self.arrived[place[1]] < place[2]:
             return False
         self.arrived[place[1]] -= place[2]
@@ -191,7 +189,7 @@ def _greenlets() -> Iterator[None]:
 def _array(self: Any, shape: Any, dtype: Any, alignment: Any = None) -> np.ndarray:
     """cuda.shared.array; Numba's own reads the whole stack to learn the line that it is called from."""
     if shape == 0:
-        plain: np.ndarray = _plain_array(self, shape, dtype, alignment)
+        plain: np.ndarray = _plain_array(self, shape, dtype)  # which starts at a multiple of 16 bytes
         return plain
     caller = sys._getframe(1)
     key = (caller.f_code.co_filename, caller.f_lineno)
