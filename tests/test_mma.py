@@ -56,22 +56,26 @@ SPLITS: list[dict[str, Any]] = [{}, {"num_splits": 1}, {"num_splits": 3}, {"num_
 BOUNDS = {"bfloat16": 2.0**-10, "uint16": 2.0**-10, "float16": 2.0**-13}
 
 
-def use_rows(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """Make the kernel one for rows of another width, which the simulator, that compiles nothing, allows."""
-    head_dim = rank + mma.P
-    for name, value in {"R": rank, "D": head_dim, "PITCH": head_dim // 2 + 4, "OUT_PITCH": rank + 4}.items():
-        monkeypatch.setattr(mma, name, value)
-    mma.make_kernel.cache_clear()
+NARROW = {"R": 128, "D": 192, "PITCH": 100, "OUT_PITCH": 132, "WARPS": 4, "THREADS": 128}
 
 
 @pytest.fixture(autouse=True)
 def narrow_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Narrower rows and fewer warps, which the simulator allows, since it compiles nothing."""
     if not SIMULATOR or "model_width" in request.keywords:
         yield
     else:
-        use_rows(monkeypatch, ROWS["R"])
+        for name, value in NARROW.items():
+            monkeypatch.setattr(mma, name, value)
+        mma.make_kernel.cache_clear()
         yield
         mma.make_kernel.cache_clear()
+
+
+def test_the_narrower_rows_are_laid_out_as_the_kernels_own():
+    for name, value in {"D": mma.R + mma.P, "PITCH": mma.D // 2 + 4, "OUT_PITCH": mma.R + 4}.items():
+        assert getattr(mma, name) == value
+    assert mma.THREADS == 32 * mma.WARPS
 
 
 def case(name: str, prefixes: tuple[int, ...], dtype: str = "bfloat16", **given: Any) -> Case:
@@ -114,14 +118,21 @@ def check(inputs: dict[str, Any], variant: str = MIRROR, **options: Any) -> Resu
 
 
 @each_dtype
-@pytest.mark.parametrize("logit_std", [0.02, 1.5, 3.0, 12.0])
-@pytest.mark.parametrize("prefixes", [(0,), (5,), (40, 17, 0), (300,), (1500,)], ids=str)
+@pytest.mark.parametrize("logit_std", [0.02, 3.0, 12.0])
+@pytest.mark.parametrize("prefixes", [(5,), (40, 17, 0), (300,)], ids=str)
 @pytest.mark.model_width
 @without_gpu
 def test_mirror_at_the_widths_of_the_model(prefixes, logit_std, dtype):
     inputs = make_inputs(case("model", prefixes, dtype, Q=9, H=3, logit_std=logit_std, **MODEL))
     for options in ({}, {"num_splits": 3}):
         check(inputs, **options)
+
+
+@each_dtype
+@pytest.mark.model_width
+@without_gpu
+def test_a_long_prefix_in_the_mirror(dtype):
+    check(make_inputs(case("long", (1500,), dtype, Q=2, logit_std=3.0, **MODEL)))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +144,7 @@ def test_kernel_at_the_widths_of_the_model(dtype, options):
 
 
 @each_tiles
+@pytest.mark.model_width
 @pytest.mark.parametrize("Q", [1, 3])
 @pytest.mark.parametrize("options", SPLITS, ids=str)
 @without_gpu
@@ -140,7 +152,7 @@ def test_lengths_around_tiles_in_the_mirror(monkeypatch, tiles, Q, options):
     monkeypatch.setattr(mma, "TILES", (tiles,))
     N = tiles.keys
     lengths = {0, 1, *(n * N + k - own for n in (1, 2) for k in (-1, 0, 1) for own in (0, Q))}
-    check(make_inputs(case("around", tuple(sorted(n for n in lengths if n >= 0)), Q=Q)), **options)
+    check(make_inputs(case("around", tuple(sorted(n for n in lengths if n >= 0)), Q=Q, **MODEL)), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_splits": 1}], ids=str)
@@ -150,10 +162,11 @@ def test_lengths_around_tiles(options):
 
 
 @pytest.mark.parametrize("tiles", [mma.MEDIUM, mma.LARGE], ids=["medium", "large"])
+@pytest.mark.model_width
 @only_simulated
 def test_larger_tiles_in_the_simulator(monkeypatch, tiles):
     monkeypatch.setattr(mma, "TILES", (tiles,))
-    check(make_inputs(case("large_tiles", (tiles.keys + 3,), Q=2, H=33, logit_std=12.0)), MMA, num_splits=1)
+    check(make_inputs(case("large_tiles", (tiles.keys + 3,), Q=2, H=23, logit_std=12.0, **MODEL)), MMA, num_splits=1)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +207,7 @@ def test_splits(num_splits):
     check(make_inputs(case("splits", (20, 1), Q=2)), MMA, num_splits=num_splits)
 
 
-@pytest.mark.parametrize("num_blocks", range(1, 40))
+@pytest.mark.parametrize("num_blocks", [*range(1, 12), 19, 29, 39])
 @without_gpu
 def test_any_number_of_blocks_in_the_mirror(num_blocks):
     inputs = make_inputs(case("blocks", (70, 0, 3, 33, 0), Q=3, H=17))
@@ -371,7 +384,9 @@ def test_a_tree_of_more_than_two_words_and_padding():
 def test_masks_pages_and_pairs_do_not_change_a_bit(variant):
     inputs = make_inputs(case("ways", (18, 1), Q=4, mask="bool"))
     expected = attend(inputs, variant)
-    pages, table = to_pages(inputs["kv_cache"].astype(np.float32), inputs["cache_seqlens"] + 4, 3, np.random.default_rng(3))
+    pages, table = to_pages(
+        inputs["kv_cache"].astype(np.float32), inputs["cache_seqlens"] + 4, 3, np.random.default_rng(3)
+    )
     paged = {"kv_cache": pages.astype(inputs["kv_cache"].dtype), "block_table": table}
     assert_same_bits(attend(inputs | paged, variant, tree_mask=pack(inputs["tree_mask"]), validate=True), expected)
     rank = ROWS["R"]
@@ -490,12 +505,6 @@ def test_gpus_without_the_instructions_or_the_memory_are_refused(monkeypatch):
             patch.setattr(mma, name, lambda device, answer=answer: answer)
             with pytest.raises(ValueError, match="needs compute capability 8.0 or later and 85552 bytes"):
                 attend(inputs, MMA)
-
-
-@pytest.mark.model_width
-def test_auto_does_not_take_it():
-    inputs = make_inputs(case("auto", (40,), Q=2, **MODEL))
-    assert_same_bits(attend(inputs, "flash"), dd.verify_attention(**arguments(inputs), out_dtype=np.float32))
 
 
 # Workspace

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,6 +33,7 @@ from numba.cuda.simulator import kernelapi
 
 _lock = threading.Lock()  # Numba simulates one kernel at a time
 _plain_array = kernelapi.FakeCUDAShared.array
+_plain_swap = kernelapi.swapped_cuda_module
 _LATER = object()
 WARP = 32
 
@@ -179,11 +180,27 @@ def run(kernel: Any, blocks: tuple[int, int, int], threads: int, shared_bytes: i
 def _greenlets() -> Iterator[None]:
     asked = SimpleNamespace(current_thread=greenlet.getcurrent)
     with (
+        ExitStack() as until_the_end,
         mock.patch.object(numba_kernel, "BlockManager", Block),
+        mock.patch.object(numba_kernel, "swapped_cuda_module", _swapped_once(until_the_end)),
         mock.patch.object(kernelapi, "threading", asked),
         mock.patch.object(kernelapi.FakeCUDAShared, "array", _array),
     ):
         yield
+
+
+def _swapped_once(until_the_end: ExitStack) -> Callable[[Any, Any], Any]:
+    """Numba's stand-in takes the place of ``cuda`` in a module: until the kernel ends, not for each call of a function."""
+    swapped: set[int] = set()
+    nothing = nullcontext()
+
+    def swap(function: Any, stand_in: Any) -> Any:
+        if id(function.__globals__) not in swapped:
+            swapped.add(id(function.__globals__))
+            until_the_end.enter_context(_plain_swap(function, stand_in))
+        return nothing
+
+    return swap
 
 
 def _array(self: Any, shape: Any, dtype: Any, alignment: Any = None) -> np.ndarray:
