@@ -116,6 +116,29 @@ def check(inputs: dict[str, Any], variant: str = MIRROR, **options: Any) -> Resu
 
 # Against the oracle
 
+REFERENCES = sorted(Path(__file__).parent.parent.glob("refs/verify_attn_h*_p*.kdtr"))  # those of the model's widths
+
+
+def reference_inputs(path: Path, dtype: str) -> dict[str, Any]:
+    """A reference file's inputs, rounded to a format; its own results are those of other inputs."""
+    found = dd.kdtr.read(path)
+    found = {name: x.item() if name in ("sm_scale", "kv_lora_rank") else x for name, x in found.items()}
+    rounded = {name: found[name].astype(DTYPES[dtype]) for name in ("q", "kv_cache")}
+    return {"block_table": None} | found | rounded
+
+
+@each_dtype
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda path: path.stem)
+@pytest.mark.model_width
+@without_gpu
+def test_reference_files_in_the_mirror(path, dtype):
+    assert len(REFERENCES) == 6
+    inputs = reference_inputs(path, dtype)
+    if "p2048" in path.stem:  # all of it takes seconds
+        inputs["q"] = inputs["q"][:, :, ::16]
+    for options in ({}, {"num_splits": 2}):
+        check(inputs, **options)
+
 
 @each_dtype
 @pytest.mark.parametrize("logit_std", [0.02, 3.0, 12.0])

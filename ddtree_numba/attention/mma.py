@@ -654,8 +654,8 @@ def make_plan(
     fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_bytes_limit(device)]
     if compute_capability(device) < (8, 0) or not fitting:
         raise ValueError(
-            f"variant 'mma' needs compute capability 8.0 or later and {shared_bytes(TILES[-1])} bytes of shared memory; "
-            f"{device_name(device)} does not have them, and variant 'flash' may do"
+            "variant 'mma' needs compute capability 8.0 or later and "
+            f"{shared_bytes(TILES[-1])} bytes of shared memory, which {device_name(device)} does not have"
         )
     tiles = fitting[0]
     row_tiles = -(-num_nodes * num_heads // tiles.rows)
@@ -698,7 +698,8 @@ def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool) -> 
     q, cache = problem.q_nope, problem.kv_cache
     if kernel_dtype(q.dtype) not in FORMATS or kernel_dtype(q.dtype) != kernel_dtype(cache.dtype):
         raise TypeError(
-            f"variant 'mma' takes q and kv_cache both bfloat16 or both float16; here they are {q.dtype} and {cache.dtype}"
+            "variant 'mma' takes q and kv_cache both bfloat16 or both float16; "
+            f"here they are {q.dtype} and {cache.dtype}"
         )
     for x in (q, problem.q_pe, cache):
         if 0 not in x.shape and not in_sixteens(x):
