@@ -40,7 +40,6 @@ only_simulated = pytest.mark.skipif(not SIMULATOR, reason="a mistake that a GPU 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [BFLOAT16, np.dtype(np.float16)]
 LANES = 32
-TWO = np.float32(2.0)
 
 
 def run(kernel: Any, *arrays: np.ndarray, threads: int = LANES, shared_bytes: int = 8192, results: int = 1) -> None:
@@ -318,6 +317,25 @@ def test_sums_of_quads_in_several_warps():
     x, out = np.arange(96, dtype=np.float32), np.zeros(96, np.float32)
     run(quads, x, out, threads=96)
     np.testing.assert_array_equal(out, np.repeat(x.reshape(24, 4).sum(axis=1), 4))
+
+
+@cuda.jit
+def one_warp_alone(x, out):
+    t = cuda.threadIdx.x
+    if t >= 64:
+        return
+    if t >= 32:
+        out[t] = shuffle_xor(shuffle_xor(x[t], np.int32(4)), np.int32(2))
+    cuda.syncthreads()
+    if t < 32:
+        out[t] = out[t + 32]
+
+
+def test_a_warp_does_not_wait_for_the_others():
+    x, out = np.arange(96, dtype=np.float32), np.zeros(96, np.float32)
+    run(one_warp_alone, x, out, threads=96)
+    expected = 32 + (np.arange(LANES) ^ 6)
+    np.testing.assert_array_equal(out, [*expected, *expected, *[0] * 32])
 
 
 # Named barriers

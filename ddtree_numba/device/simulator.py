@@ -190,7 +190,7 @@ def _greenlets() -> Iterator[None]:
 
 
 def _swapped_once(until_the_end: ExitStack) -> Callable[[Any, Any], Any]:
-    """Numba's stand-in takes the place of ``cuda`` in a module for the whole kernel, not for each call of a function."""
+    """Numba's stand-in takes the place of ``cuda`` in a module while a kernel runs, not for each call of a function."""
     swapped: set[int] = set()
     nothing = nullcontext()
 
