@@ -53,16 +53,18 @@ from ddtree_numba.attention import flash
 from ddtree_numba.attention.flash import (
     ALL,
     combined,
+    in_pieces,
     key_range,
     key_tiles,
     log_sum,
     node_and_head,
     own_part,
     own_share,
-    part_of,
+    parts_of_all,
     prefix_of,
     quotient,
     reciprocal,
+    require_workspace,
 )
 from ddtree_numba.attention.problem import Problem
 from ddtree_numba.attention.three_phase import locate, sees
@@ -171,18 +173,7 @@ def mirror(
     # Phase 0: this block's work
     prefixes = np.clip(cache_seqlens, 0, max_seqlen).astype(int)
     counts = [-(-(int(n) + num_nodes) // N) for n in prefixes]
-    work = sum(counts) * row_tiles
-    num_blocks = max(min(num_blocks, work), 1)
-    borders = [n * work // num_blocks for n in range(num_blocks + 1)]
-    begin = 0
-    for b, row_tile in np.ndindex(batch, row_tiles):
-        count = counts[b]
-        if num_splits:
-            parts = [part_of(n, num_splits, part_tiles, count) for n in range(num_splits)]
-        else:
-            cuts = sorted({begin, begin + count, *(n for n in borders if begin < n < begin + count)})
-            parts = [(first - begin, last - begin) for first, last in zip(cuts, cuts[1:], strict=False)]
-        begin += count
+    for b, row_tile, parts in parts_of_all(counts, row_tiles, num_blocks, num_splits, part_tiles):
         rows = np.arange(row_tile * M, min(row_tile * M + M, num_rows))
         i, h = rows // num_heads, rows % num_heads
         q_tile = array_to_f32(np.concatenate([q_nope[b, i, h], q_pe[b, i, h]], axis=1))
@@ -702,23 +693,13 @@ def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool) -> 
             f"here they are {q.dtype} and {cache.dtype}"
         )
     for x in (q, problem.q_pe, cache):
-        if 0 not in x.shape and not in_sixteens(x):
+        if 0 not in x.shape and not in_pieces(x, 16):
             raise ValueError(
                 f"{x} has strides {x.strides} in bytes, at an address {x.pointer % 16} above a multiple of 16; variant "
                 "'mma' reads 16 bytes at a time: the last axis must be contiguous, address and strides multiples of 16"
             )
-    if problem.workspace is not None and problem.workspace.shape[0] < plan.workspace_floats:
-        raise ValueError(
-            f"workspace has {4 * problem.workspace.shape[0]} bytes; it must have at least {4 * plan.workspace_floats} "
-            "(see workspace_bytes)"
-        )
+    require_workspace(problem, plan.workspace_floats)
     return plan
-
-
-def in_sixteens(x: View) -> bool:
-    """Whether each row can be read 16 bytes at a time."""
-    rows = [stride for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
-    return x.strides[-1] == x.dtype.itemsize and all(place % 16 == 0 for place in (x.pointer, *rows))
 
 
 def run(problem: Problem, plan: Plan) -> None:
