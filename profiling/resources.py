@@ -43,7 +43,7 @@ from rich.table import Table
 
 from ddtree_numba import step
 from ddtree_numba.accept import accepted, argmax_tokens, compact_kv, greedy, sampled, sglang, target_probs
-from ddtree_numba.attention import flash, merge, three_phase
+from ddtree_numba.attention import flash, merge, mma, three_phase
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device import arrays, launch
 from ddtree_numba.tree import build_frontier, build_heap, draft_tree, search, topk_rounds, topk_threshold
@@ -60,6 +60,9 @@ MAX_REGISTERS = {
     "flash_large": 255,
     "flash_small": 255,
     "flash_combine": 64,
+    "mma_large": 208,
+    "mma_medium": 208,
+    "mma_small": 128,
     "merge_states": 72,
     "lse": 72,
     "rounds": 64,
@@ -174,6 +177,7 @@ def attention_kernels() -> Iterator[Kernel]:
         nbytes = three_phase.shared_bytes(problem)
         yield Kernel(f"three_phase {name}", three_phase.kernel, signature, three_phase.LAUNCH_BOUNDS, nbytes)
         yield from flash_kernels(name, problem)
+    yield from mma_kernels()
 
 
 def flash_kernels(name: str, problem: Problem) -> Iterator[Kernel]:
@@ -193,6 +197,35 @@ def flash_kernels(name: str, problem: Problem) -> Iterator[Kernel]:
     signature = launch.signature(launch.type_keys((problem.cache_seqlens, *tail, np.int32(1), *results)))
     bounds = (32 * flash.COMBINE_ROWS, 4)
     yield Kernel(f"flash_combine {name}", flash.make_combine(plan.shape), signature, bounds, 0)
+
+
+def mma_kernels() -> Iterator[Kernel]:
+    """mma in its tiles, the last with a bool mask, all strides free that may be, results in another format."""
+    num_nodes = 17
+    q = np.zeros((1, num_nodes, 64, 576))
+    cache = np.zeros((1, 2048 + num_nodes, 576))
+    words = np.zeros((1, num_nodes, 1), np.uint32)
+    tiles = {
+        "large": (mma.LARGE, ((9, 0), (10, 0))),
+        "medium": (mma.MEDIUM, ((8, 0), (9, 0), (10, 0))),
+        "small": (mma.SMALL, ARCHITECTURES),
+    }
+    problems = [(dtype.name, q.astype(dtype), cache.astype(dtype), words, None) for dtype in DTYPES[1:]]
+    bools = np.zeros((1, num_nodes, 2 * num_nodes), np.bool_)[..., ::2]
+    strided_out = np.zeros((1, num_nodes, 64, 1024), np.float16)[..., ::2]
+    bfloat16 = q.astype(DTYPES[2])[:, ::-1], cache.astype(DTYPES[2])[:, ::-1]
+    problems.append(("bfloat16, strided", *bfloat16, bools, strided_out))
+    for name, q, cache, mask, out in problems:
+        given = {"sm_scale": 1.0, "kv_lora_rank": 512, "block_table": None, "max_seqlen": None, "out": out, "lse": None}
+        given |= {"out_dtype": None, "workspace": None, "validate": False}
+        problem = make_problem(q, cache, np.zeros(1, np.int32), mask, **given)
+        head, tail = mma.arguments(problem, mma.plan_of(problem, None, False))
+        results = (arrays.view("workspace", np.zeros(4, np.float32)), problem.out, problem.lse)
+        signature = launch.signature(launch.type_keys((*head, *tail, *results)))
+        for size, (tile, architectures) in tiles.items():
+            kernel, nbytes = mma.make_kernel(tile), mma.shared_bytes(tile)
+            label = f"mma_{size} {name}"
+            yield Kernel(label, kernel, signature, (mma.THREADS, 1), nbytes, architectures=architectures)
 
 
 def strided(x: np.ndarray) -> np.ndarray:

@@ -1486,6 +1486,13 @@ def verify_attention() -> Operator:
     long = several(
         set_to("variant", "three_phase"), set_to("kv_cache", np.broadcast_to(np.float32(0), (2, 60_000, 32)))
     )
+
+    def with_mma(q: np.ndarray, cache: np.ndarray) -> Change:
+        names = {"variant": "mma", "kv_lora_rank": 512, "out": None, "q": q, "kv_cache": cache}
+        return several(*(set_to(name, x) for name, x in names.items()))
+
+    q, cache = np.zeros((2, 3, 1, 576), np.float16), np.zeros((2, 6, 576), np.float16)
+    apart = np.zeros((2, 6, 580), np.float16)[..., :576]
     rows = [
         *attention_rows("verify_attention"),
         *variant_rows(),
@@ -1506,6 +1513,27 @@ def verify_attention() -> Operator:
             wide,
             ValueError,
             "^variant 'flash' takes kv_lora_rank up to 1024 .*here it is 1040",
+        ),
+        refused(
+            "kv_lora_rank",
+            "16 with mma",
+            set_to("variant", "mma"),
+            ValueError,
+            "^variant 'mma' takes kv_lora_rank = 512 and D = 576 alone",
+        ),
+        refused(
+            "kv_cache",
+            "float32 with mma",
+            with_mma(q, cache.astype(np.float32)),
+            TypeError,
+            "^variant 'mma' takes q and kv_cache both bfloat16 or both float16; here they are float16 and float32",
+        ),
+        refused(
+            "kv_cache",
+            "rows of 1,160 bytes with mma",
+            with_mma(q, apart),
+            ValueError,
+            "^kv_cache .* has strides .* variant 'mma' reads 16 bytes at a time",
         ),
         refused(
             "max_seqlen",
@@ -1673,11 +1701,20 @@ def workspace_bytes() -> Operator:
             "kv_lora_rank": 32,
             "qk_rope_head_dim": 16,
             "num_splits": None,
+            "variant": "auto",
         }
 
-    rows = [row for name in list(given())[:-1] for row in integer_rows(name, least=0)]
+    rows = [row for name in list(given())[:-2] for row in integer_rows(name, least=0)]
     rows += integer_rows("num_splits", least=1, optional=True)
+    rows += variant_rows()
     rows += [
+        refused(
+            "variant",
+            "mma, with other widths",
+            set_to("variant", "mma"),
+            ValueError,
+            "^variant 'mma' takes kv_lora_rank = 512 and D = 576 alone",
+        ),
         refused(
             "kv_lora_rank",
             "1040",

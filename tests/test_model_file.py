@@ -15,7 +15,8 @@ import pytest
 
 from ddtree_numba.decode import ModelFileError, model_file
 from ddtree_numba.decode import model_file as exported
-from ddtree_numba.decode.model_file import NAME, cache_folder
+from ddtree_numba.decode.model_file import NAME
+from ddtree_numba.device.cache import cache_folder
 
 module = sys.modules[exported.__module__]
 CONTENTS = b"GGUF" + bytes(range(256)) * 40

@@ -127,7 +127,7 @@ def test_tiles_that_do_not_fit_leave_the_built_in_ones(monkeypatch):
     before = taken(monkeypatch, 400)
     with tune.choosing(CHOICE._replace(large=LONG._replace(max_rank=16))):
         assert taken(monkeypatch, 400) == before
-    monkeypatch.setattr(flash, "in_fours", lambda x: False)
+    monkeypatch.setattr(flash, "in_pieces", lambda x, size: False)
     before = taken(monkeypatch, 400)
     with tune.choosing(CHOICE):
         assert taken(monkeypatch, 400) == before

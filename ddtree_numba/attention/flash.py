@@ -192,18 +192,7 @@ def mirror(
     origins = prefixes if part == TREE else np.zeros_like(prefixes)
     stops = np.maximum(prefixes, 1) if part == PREFIX else prefixes + num_nodes
     counts = [-(-int(n) // N) for n in stops - origins]
-    work = sum(counts) * row_tiles
-    num_blocks = max(min(num_blocks, work), 1)
-    borders = [n * work // num_blocks for n in range(num_blocks + 1)]
-    begin = 0
-    for b, row_tile in np.ndindex(batch, row_tiles):
-        count = counts[b]
-        if num_splits:
-            parts = [part_of(n, num_splits, part_tiles, count) for n in range(num_splits)]
-        else:
-            cuts = sorted({begin, begin + count, *(n for n in borders if begin < n < begin + count)})
-            parts = [(first - begin, last - begin) for first, last in zip(cuts, cuts[1:], strict=False)]
-        begin += count
+    for b, row_tile, parts in parts_of_all(counts, row_tiles, num_blocks, num_splits, part_tiles):
         rows = np.arange(row_tile * M, min(row_tile * M + M, num_rows))
         i, h = rows // num_heads, rows % num_heads
         q_tile = array_to_f32(np.concatenate([q_nope[b, i, h], q_pe[b, i, h]], axis=1))
@@ -279,6 +268,23 @@ def combined(states):
         l, l_low = add_exactly(l, l_low, l_n * p)
         acc = acc + acc_n * p[:, None]
     return m, l + l_low, acc
+
+
+def parts_of_all(counts, row_tiles, num_blocks, num_splits, part_tiles):
+    """Request, row tile and the runs of key tiles, first to last and one, that it is cut into; requests have counts."""
+    work = sum(counts) * row_tiles
+    num_blocks = max(min(num_blocks, work), 1)
+    borders = [n * work // num_blocks for n in range(num_blocks + 1)]
+    begin = 0
+    for b, row_tile in np.ndindex(len(counts), row_tiles):
+        count = counts[b]
+        if num_splits:
+            parts = [part_of(n, num_splits, part_tiles, count) for n in range(num_splits)]
+        else:
+            cuts = sorted({begin, begin + count, *(n for n in borders if begin < n < begin + count)})
+            parts = [(first - begin, last - begin) for first, last in zip(cuts, cuts[1:], strict=False)]
+        begin += count
+        yield b, row_tile, parts
 
 
 def part_of(part, num_splits, part_tiles, count):
@@ -1086,23 +1092,27 @@ def plan_of(
         problem.head_dim,
         problem.max_seqlen,
         device=problem.q_nope.device,
-        wide=all(map(in_fours, (problem.q_nope, problem.q_pe, problem.kv_cache))),
+        wide=all(in_pieces(x, 4 * x.dtype.itemsize) for x in (problem.q_nope, problem.q_pe, problem.kv_cache)),
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         part=part,
         tuned=tuned,
     )
-    if problem.workspace is not None and problem.workspace.shape[0] < plan.workspace_floats:
-        raise ValueError(
-            f"workspace has {4 * problem.workspace.shape[0]} bytes; it must have at least {4 * plan.workspace_floats} "
-            "(see workspace_bytes)"
-        )
+    require_workspace(problem, plan.workspace_floats)
     return plan
 
 
-def in_fours(x: View) -> bool:
-    """Whether four neighbours along the last axis can be read at once."""
-    size = 4 * x.dtype.itemsize
+def require_workspace(problem: Problem, floats: int) -> None:
+    """Raise ValueError where the caller's workspace holds fewer."""
+    if problem.workspace is not None and problem.workspace.shape[0] < floats:
+        raise ValueError(
+            f"workspace has {4 * problem.workspace.shape[0]} bytes; it must have at least {4 * floats} "
+            "(see workspace_bytes)"
+        )
+
+
+def in_pieces(x: View, size: int) -> bool:
+    """Whether so many bytes along the last axis can be read at once."""
     rows = [stride for n, stride in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
     return x.strides[-1] == x.dtype.itemsize and all(place % size == 0 for place in (x.pointer, *rows))
 

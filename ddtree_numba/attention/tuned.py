@@ -19,12 +19,12 @@ import functools
 import json
 import logging
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from ddtree_numba.attention.flash import Tiles, Tuned, unfit
+from ddtree_numba.device.cache import cache_folder
 from ddtree_numba.device.launch import device_name
 
 VARIABLE = "DDTREE_NUMBA_TUNED"
@@ -44,15 +44,6 @@ def path() -> Path | None:
     if named is not None:
         return Path(named) if named else None
     return cache_folder() / "tuned.json"
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this package; the variable DDTREE_NUMBA_CACHE names another."""
-    if os.environ.get("DDTREE_NUMBA_CACHE"):
-        return Path(os.environ["DDTREE_NUMBA_CACHE"])
-    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        return Path(os.environ["LOCALAPPDATA"], "ddtree_numba", "ddtree_numba", "Cache")
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ddtree_numba")
 
 
 def of(device: int) -> Tuned | None:

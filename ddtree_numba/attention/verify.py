@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddtree_numba.attention import flash, three_phase, tuned
+from ddtree_numba.attention import flash, mma, three_phase, tuned
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of
 
 FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
-VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy")
+VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy", "mma", "mma_numpy")
 
 
 def verify_attention(
@@ -66,15 +66,17 @@ def verify_attention(
         Bound on every prefix length, in tokens; default: capacity - Q. It sizes three_phase's shared memory, and the
         grid and workspace of flash.
     num_splits : int, optional
-        Even parts that each row's keys are split into; three_phase takes 1 only. Default: flash shares all work out
-        evenly over the GPU, however different the lengths, and three_phase does not split.
+        Even parts that each row's keys are split into; three_phase takes 1 only. Default: flash and mma share all work
+        out evenly over the GPU, however different the lengths, and three_phase does not split.
     batch_invariant : bool
-        A row's bits must not depend on the other requests. flash then splits every 2,048 keys; three_phase, and flash
-        with ``num_splits``, always keep this.
-    variant : {"auto", "three_phase", "flash", "three_phase_numpy", "flash_numpy"}
+        A row's bits must not depend on the other requests. flash and mma then split every 2,048 keys; three_phase, and
+        the others with ``num_splits``, always keep this.
+    variant : {"auto", "three_phase", "flash", "mma", "three_phase_numpy", "flash_numpy", "mma_numpy"}
         "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths;
         what profiling/tune.py found on this GPU comes first (docs/profiling.md).
-        The last two are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
+        "mma": tensor cores, for q and a cache both bfloat16 or both float16, R = 512, P = 64, rows that can be read 16
+        bytes at a time, compute capability 8.0 and later; "auto" does not take it.
+        Those in _numpy are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
     lse : float32 [B, Q, H], optional
@@ -82,8 +84,8 @@ def verify_attention(
     out_dtype : dtype, optional
         float32, float16 or bfloat16; default: that of q.
     workspace : array, optional
-        Scratch memory for flash in place of a new array: `workspace_bytes` bytes of any dtype, in C order, at an
-        address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
+        Scratch memory for flash and mma in place of a new array: `workspace_bytes` bytes of any dtype, in C order, at
+        an address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
     validate : bool
         Also check contents (lengths, live table entries, mask bits), which copies them to the host.
 
@@ -101,7 +103,7 @@ def verify_attention(
     ValueError
         A wrong shape, alignment, device, scale, bound or variant; an output that overlaps an input; with ``validate``,
         wrong contents; a workspace that is too small; with three_phase, a score row that exceeds the GPU's shared
-        memory; with flash, a kv_lora_rank above 1,024.
+        memory; with flash, a kv_lora_rank above 1,024; with mma, other widths or strides than it takes.
     RuntimeError
         There is no usable GPU and the simulator is off.
 
@@ -139,6 +141,10 @@ def verify_attention(
         three_phase.run(problem)
     elif variant == "flash_numpy":
         flash.run_mirror(problem, flash.plan_of(problem, num_splits, batch_invariant))
+    elif variant == "mma":
+        mma.run(problem, mma.plan_of(problem, num_splits, batch_invariant))
+    elif variant == "mma_numpy":
+        mma.run_mirror(problem, mma.plan_of(problem, num_splits, batch_invariant))
     else:
         flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant, tuned=found))
     return problem.results
@@ -196,8 +202,9 @@ def workspace_bytes(
     num_splits: int | None = None,
     batch_invariant: bool = False,
     prefix_tail: bool = False,
+    variant: str = "auto",
 ) -> int:
-    """Bytes that ``workspace`` must have for these sizes on the current GPU, with variant flash or "auto".
+    """Bytes that ``workspace`` must have for these sizes on the current GPU.
 
     Parameters
     ----------
@@ -211,6 +218,8 @@ def workspace_bytes(
         As they are passed on.
     prefix_tail : bool
         For `verify_attention_prefix_tail`, which also keeps the tail's state there.
+    variant
+        As it is passed on.
 
     Returns
     -------
@@ -222,7 +231,7 @@ def workspace_bytes(
     TypeError
         A size is no integer.
     ValueError
-        flash does not take the widths, or there are more parts than a grid holds.
+        The variant does not take the widths, or there are more parts than a grid holds.
     """
     given = {"batch": batch, "num_nodes": num_nodes, "num_heads": num_heads, "max_seqlen": max_seqlen}
     given |= {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
@@ -234,6 +243,20 @@ def workspace_bytes(
     batch, num_nodes, num_heads, max_seqlen, kv_lora_rank, qk_rope_head_dim = sizes.values()
     batch_invariant = require_flag("batch_invariant", batch_invariant)
     prefix_tail = require_flag("prefix_tail", prefix_tail)
+    require_one_of("variant", variant, VARIANTS)
+    if variant.startswith("mma"):
+        plan = mma.make_plan(
+            batch,
+            num_nodes,
+            num_heads,
+            kv_lora_rank,
+            kv_lora_rank + qk_rope_head_dim,
+            max_seqlen,
+            device=HOST,
+            num_splits=require_splits(num_splits),
+            batch_invariant=batch_invariant,
+        )
+        return 16 * -(-plan.workspace_floats // 4)
     floats = [
         flash.make_plan(
             batch,

@@ -4,7 +4,7 @@
 
     print(decode("Count from 1 to 20.")[0].text)
 
-Needs the extra ``decode``: gguf, jinja2, platformdirs, tokenizers.
+Needs the extra ``decode``: gguf, jinja2, threadpoolctl, tokenizers.
 """
 
 from ddtree_numba.decode.drafter import Drafter, PromptLookup

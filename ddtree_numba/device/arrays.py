@@ -440,7 +440,7 @@ def constant(device: int, make: Callable[..., np.ndarray], *key: int) -> View:
                 found = view(make.__name__, array if device == HOST else cuda.to_device(array))
                 if device != HOST:
                     cuda.synchronize()  # the copy must have ended before a kernel on any stream reads it
-                    # Asked for the GPU of this memory, the driver has named the current one instead.
+                    # Seen with two GPUs: taken for memory of the current one, which it is not. Why is not known.
                     found = replace(found, device=device)
             _constants[device, make, key] = found
         return found

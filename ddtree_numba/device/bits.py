@@ -109,6 +109,7 @@ else:
             value, index, _ = args
             if word.bitwidth > bits:
                 shift = builder.mul(index, _I64(bits))
+                shift = builder.trunc(shift, value.type) if word.bitwidth < 64 else shift
                 value = builder.trunc(builder.lshr(value, shift), ir.IntType(bits))
                 if like.dtype != types.uint16:
                     value = builder.bitcast(value, context.get_value_type(like.dtype))

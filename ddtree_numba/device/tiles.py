@@ -39,18 +39,18 @@ if runtime.SIMULATOR:
     from ddtree_numba.device.warp import of_all_lanes
 
     def load4(array, i, tile, at):
-        tile[at : at + 4] = _memory(array)[i : i + 4]
+        tile[at : at + 4] = memory_of(array)[i : i + 4]
 
     def store4(tile, at, array, i):
-        _memory(array)[i : i + 4] = tile[at : at + 4]
+        memory_of(array)[i : i + 4] = tile[at : at + 4]
 
     def load_words(row, c, words, at, wide):
-        found = np.ascontiguousarray(_memory(row)[c : c + 4]).view(np.uint32)
+        found = np.ascontiguousarray(memory_of(row)[c : c + 4]).view(np.uint32)
         words[at : at + found.size] = found
 
     def store_words(words, at, row, array, i):
         n = row.dtype.itemsize
-        _memory(array)[i : i + 4] = array_to_f32(words[at : at + n].view(row.dtype))
+        memory_of(array)[i : i + 4] = array_to_f32(words[at : at + n].view(row.dtype))
 
     def multiply_add(acc, at, a, b, m, n, depth):
         into = acc[at : at + m * n].reshape(m, n)
@@ -73,7 +73,7 @@ if runtime.SIMULATOR:
             x = x[: len(x) // 2] + x[len(x) // 2 :]
         tile[: n // 8] = x[0]
 
-    def _memory(array):
+    def memory_of(array):
         return array._ary if hasattr(array, "_ary") else array
 
 else:
@@ -86,17 +86,17 @@ else:
 
     _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
-    def _constants(*sizes):
+    def constants(*sizes):
         """Their values, or None when Numba tries types without values first; it comes again with them."""
         return [n.literal_value for n in sizes] if all(isinstance(n, types.Literal) for n in sizes) else None
 
-    def _data(context, builder, array_type, array):
+    def data_of(context, builder, array_type, array):
         return context.make_array(array_type)(context, builder, array)
 
     def _at(builder, pointer, i):
         return builder.gep(pointer, [i])
 
-    def _places(builder, pointer, first, count):
+    def places_of(builder, pointer, first, count):
         return [_at(builder, pointer, builder.add(first, first.type(k))) for k in range(count)]
 
     def _vector(builder, pointer, scalar, count):
@@ -106,11 +106,11 @@ else:
     @intrinsic
     def load4(typingctx, array, i, tile, at):
         def codegen(context, builder, signature, args):
-            pointer = _at(builder, _data(context, builder, array, args[0]).data, args[1])
+            pointer = _at(builder, data_of(context, builder, array, args[0]).data, args[1])
             wide, _ = _vector(builder, pointer, _F32, 4)
             found = builder.load(wide, align=16)
-            registers = _data(context, builder, tile, args[2]).data
-            for k, place in enumerate(_places(builder, registers, args[3], 4)):
+            registers = data_of(context, builder, tile, args[2]).data
+            for k, place in enumerate(places_of(builder, registers, args[3], 4)):
                 builder.store(builder.extract_element(found, _I32(k)), place)
             return context.get_dummy_value()
 
@@ -119,11 +119,11 @@ else:
     @intrinsic
     def store4(typingctx, tile, at, array, i):
         def codegen(context, builder, signature, args):
-            pointer = _at(builder, _data(context, builder, array, args[2]).data, args[3])
+            pointer = _at(builder, data_of(context, builder, array, args[2]).data, args[3])
             wide, vector = _vector(builder, pointer, _F32, 4)
-            registers = _data(context, builder, tile, args[0]).data
+            registers = data_of(context, builder, tile, args[0]).data
             value = ir.Constant(vector, ir.Undefined)
-            for k, place in enumerate(_places(builder, registers, args[1], 4)):
+            for k, place in enumerate(places_of(builder, registers, args[1], 4)):
                 value = builder.insert_element(value, builder.load(place), _I32(k))
             builder.store(value, wide, align=16)
             return context.get_dummy_value()
@@ -132,14 +132,14 @@ else:
 
     @intrinsic
     def load_words(typingctx, row, c, words, at, wide):
-        sizes = _constants(wide)
+        sizes = constants(wide)
         if sizes is None:
             return None
         (in_one,) = sizes
         count = row.dtype.bitwidth * 4 // 32
 
         def codegen(context, builder, signature, args):
-            source = _data(context, builder, row, args[0])
+            source = data_of(context, builder, row, args[0])
             scalar = ir.IntType(row.dtype.bitwidth)
             if in_one:
                 pointer, _ = _vector(builder, _at(builder, source.data, args[1]), _I32, count)
@@ -160,8 +160,8 @@ else:
                         builder.or_(low, builder.shl(high, _I32(16)))
                         for low, high in zip(halves[0::2], halves[1::2], strict=True)
                     ]
-            registers = _data(context, builder, words, args[2]).data
-            for value, place in zip(values, _places(builder, registers, args[3], count), strict=True):
+            registers = data_of(context, builder, words, args[2]).data
+            for value, place in zip(values, places_of(builder, registers, args[3], count), strict=True):
                 builder.store(value, place)
             return context.get_dummy_value()
 
@@ -173,8 +173,8 @@ else:
         count = dtype.bitwidth * 4 // 32
 
         def codegen(context, builder, signature, args):
-            registers = _data(context, builder, words, args[0]).data
-            bits = [builder.load(place) for place in _places(builder, registers, args[1], count)]
+            registers = data_of(context, builder, words, args[0]).data
+            bits = [builder.load(place) for place in places_of(builder, registers, args[1], count)]
             if count == 2:
                 shifts = [(b, s) for b in bits for s in (0, 16)]
                 bits = [builder.trunc(builder.lshr(b, _I32(s)), _I16) for b, s in shifts]
@@ -183,7 +183,7 @@ else:
             else:
                 held = [builder.bitcast(b, context.get_value_type(dtype)) for b in bits]
                 values = [context.cast(builder, x, dtype, types.float32) for x in held]
-            pointer = _at(builder, _data(context, builder, array, args[3]).data, args[4])
+            pointer = _at(builder, data_of(context, builder, array, args[3]).data, args[4])
             wide, vector = _vector(builder, pointer, _F32, 4)
             value = ir.Constant(vector, ir.Undefined)
             for k, x in enumerate(values):
@@ -195,16 +195,16 @@ else:
 
     @intrinsic
     def multiply_add(typingctx, acc, at, a, b, m, n, depth):
-        sizes = _constants(m, n, depth)
+        sizes = constants(m, n, depth)
         if sizes is None:
             return None
         rows, columns, terms = sizes
 
         def codegen(context, builder, signature, args):
-            into = _data(context, builder, acc, args[0]).data
-            lefts = _places(builder, _data(context, builder, a, args[2]).data, _I32(0), rows * terms)
-            rights = _places(builder, _data(context, builder, b, args[3]).data, _I32(0), columns * terms)
-            places = _places(builder, into, args[1], rows * columns)
+            into = data_of(context, builder, acc, args[0]).data
+            lefts = places_of(builder, data_of(context, builder, a, args[2]).data, _I32(0), rows * terms)
+            rights = places_of(builder, data_of(context, builder, b, args[3]).data, _I32(0), columns * terms)
+            places = places_of(builder, into, args[1], rows * columns)
             left, right = [builder.load(p) for p in lefts], [builder.load(p) for p in rights]
             sums = [builder.load(p) for p in places]
             for d in range(terms):
@@ -221,20 +221,20 @@ else:
 
     @intrinsic
     def scale_and_add(typingctx, acc, at, pitch, a, b, m, n):
-        sizes = _constants(pitch, m, n)
+        sizes = constants(pitch, m, n)
         if sizes is None:
             return None
         step, rows, columns = sizes
 
         def codegen(context, builder, signature, args):
-            into = _data(context, builder, acc, args[0]).data
+            into = data_of(context, builder, acc, args[0]).data
             factors = [
-                builder.load(p) for p in _places(builder, _data(context, builder, a, args[3]).data, _I32(0), rows)
+                builder.load(p) for p in places_of(builder, data_of(context, builder, a, args[3]).data, _I32(0), rows)
             ]
-            terms = _places(builder, _data(context, builder, b, args[4]).data, _I32(0), rows * columns)
+            terms = places_of(builder, data_of(context, builder, b, args[4]).data, _I32(0), rows * columns)
             for i in range(rows):
                 first = builder.add(args[1], args[1].type(i * step))
-                for j, place in enumerate(_places(builder, into, first, columns)):
+                for j, place in enumerate(places_of(builder, into, first, columns)):
                     term = builder.load(terms[i * columns + j])
                     builder.store(builder.fma(builder.load(place), factors[i], term), place)
             return context.get_dummy_value()
@@ -243,13 +243,13 @@ else:
 
     @intrinsic
     def fill(typingctx, tile, at, n, x):
-        sizes = _constants(n)
+        sizes = constants(n)
         if sizes is None:
             return None
         (count,) = sizes
 
         def codegen(context, builder, signature, args):
-            for place in _places(builder, _data(context, builder, tile, args[0]).data, args[1], count):
+            for place in places_of(builder, data_of(context, builder, tile, args[0]).data, args[1], count):
                 builder.store(args[3], place)
             return context.get_dummy_value()
 
@@ -257,13 +257,13 @@ else:
 
     @intrinsic
     def sum_over_groups(typingctx, tile, n):
-        sizes = _constants(n)
+        sizes = constants(n)
         if sizes is None:
             return None
         (count,) = sizes
 
         def codegen(context, builder, signature, args):
-            places = _places(builder, _data(context, builder, tile, args[0]).data, _I32(0), count)
+            places = places_of(builder, data_of(context, builder, tile, args[0]).data, _I32(0), count)
             values = [builder.load(p) for p in places]
             lane = builder.call(ir.InlineAsm(ir.FunctionType(_I32, []), "mov.u32 $0, %laneid;", "=r"), [])
             for mask in (16, 8, 4):

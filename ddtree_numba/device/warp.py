@@ -13,8 +13,7 @@ into a branch that some lanes do not take.
 ``fresh_thread()``        the thread's index, read anew: what is worked out from it takes no register until then
 ========================  ======================================================================
 
-In the simulator the twins wait for the whole block, all of whose warps must make the same calls. The first three take a
-block for one warp of as many lanes as it has threads; `shuffle_xor` knows blocks of several warps.
+In the simulator the twins wait for the threads of the warp, which are fewer in a block of less than 32.
 
 Source: PTX ISA, redux.sync (sm_80 and later), shfl.sync and bar.warp.sync.
 """
@@ -30,19 +29,22 @@ if runtime.SIMULATOR:
     from ddtree_numba.device.simulator import current_thread
 
     def of_all_lanes(x):
-        """This thread's index, and what all threads of the block bring, by theirs."""
+        """This thread's lane, and what all lanes of its warp bring, by theirs."""
         thread = current_thread()
-        return thread.thread_id, thread.of_all(x)
+        return thread.thread_id % 32, thread.with_warp(x, lambda brought: [brought] * len(brought))
+
+    def for_all_lanes(x, work):
+        """What ``work`` makes of what all lanes bring, the same for each."""
+        return current_thread().with_warp(x, lambda brought: [work(brought)] * len(brought))
 
     def warp_max(x):
-        return max(of_all_lanes(np.uint32(x))[1])
+        return for_all_lanes(np.uint32(x), max)
 
     def warp_min(x):
-        return min(of_all_lanes(np.uint32(x))[1])
+        return for_all_lanes(np.uint32(x), min)
 
     def warp_votes(p):
-        _, votes = of_all_lanes(bool(p))
-        return np.uint32(sum(vote << lane for lane, vote in enumerate(votes)))
+        return for_all_lanes(bool(p), lambda votes: np.uint32(sum(vote << lane for lane, vote in enumerate(votes))))
 
     def shuffle_xor(x, mask):
         lane, values = of_all_lanes(np.float32(x))
@@ -55,7 +57,7 @@ if runtime.SIMULATOR:
         return a if p else b
 
     def warp_sync():
-        current_thread().syncthreads()
+        of_all_lanes(None)
 
 else:
     from llvmlite import ir
