@@ -26,6 +26,10 @@ from numba import cuda
 from numba.cuda import types
 
 from ddtree_numba.attention import schedule
+from ddtree_numba.attention.schedule import (
+    BEGIN, COUNT, CUT, END, FIRST, HEADER, ITEMS, LENGTH, PREFIX, REQUEST, ROW_TILE, RUN, SHARE, SLOT, count_of, over,
+    NEXT, ORDER, SPLITS, pieces_of, slot_of, start_of,
+)  # fmt: skip
 from ddtree_numba.device import hopper
 from ddtree_numba.device.bf16 import f32_to_bf16
 from ddtree_numba.device.warp import fresh_thread
@@ -40,6 +44,7 @@ from ddtree_numba.device.hopper import (
     exp_tile_in_place,
     factor,
     inverses,
+    load_fours,
     keep_map,
     load_shared,
     log_sums,
@@ -58,6 +63,7 @@ from ddtree_numba.device.hopper import (
     moved,
     named_arrive,
     named_sync,
+    prefetch,
     quad_max,
     quad_sum,
     raised,
@@ -69,13 +75,14 @@ from ddtree_numba.device.hopper import (
     store_floats,
     store_matrices,
     store_shared,
+    store_state,
     tile_max,
     tile_sum,
 )
 
 THREADS = 384
 LAUNCH_BOUNDS = (THREADS, 1)
-PRODUCER, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 256, 240, 24
+PRODUCER, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 256, 232, 40
 
 # Shared memory, bytes: queries | keys of A | keys of B | probabilities of B | references | exchange | mbarriers.
 BOX = 64 * 128  # 64 rows of 64 columns, 128-byte swizzle
@@ -87,248 +94,75 @@ REFERENCE_A, REFERENCE_B = PROBS_B + BOX, PROBS_B + BOX + 256
 EXCHANGE = REFERENCE_B + 256  # twice: sums of warpgroups 0 and 1, their references, 64 floats each
 BARRIERS = EXCHANGE + 2048
 SHARED_BYTES = BARRIERS + 256
-QUERY_FULL, QUERY_FREE, FULL_A, FULL_B, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B = (
-    *(0, 8, 16, 88, 160, 168, 176, 184),
-)
+QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
+QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B = 216, 224, 232, 240, 248
 
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
 
-PIECE_FIELDS = 6  # request, row tile, first key tile, key tiles (0: the end), slot or -1
-MODE, RUN, LENGTH, SHARE, CUT, STARTS = 0, 1, 2, 3, 4, 8  # of the plan
-
+STAMPS = 64
 ZERO, SLACK = np.float32(0.0), np.float32(8.0)
 LOWEST = np.float32(-1e30)  # the reference of a row that has seen no key
 ALL = 0xFFFFFFFF
+INF = np.float32(np.inf)
+exp = cuda.libdevice.expf
 u64, i64, u32, i32 = types.uint64, types.int64, types.uint32, types.int32
 
 device = cuda.jit(device=True, inline="always")
-key_tiles, count_of, slot_of = map(device, (schedule.key_tiles, schedule.count_of, schedule.slot_of))
 hopper_release = hopper.instruction("fence.proxy.tensormap::generic.release.gpu;")
 
 
 @device
-def over(a, b):
-    """a // b of numbers that are not negative; signed division takes a call, and wgmma then waits for itself."""
-    return i32(u32(a) // u32(b))
-
-
-@device
-def warp_sum(x):
-    for lanes in (16, 8, 4, 2, 1):
-        x += cuda.shfl_xor_sync(ALL, x, lanes)
-    return x
-
-
-@device
-def warp_scan(x, lane):
-    """The sum of the lanes up to this one."""
-    for lanes in (1, 2, 4, 8, 16):
-        other = cuda.shfl_up_sync(ALL, x, lanes)
-        if lane >= lanes:
-            x += other
-    return x
-
-
-@device
-def tiles_of(lengths, b, num_nodes, max_seqlen):
-    """Key tiles of request b, 0 behind the last request."""
-    if b < lengths.shape[0]:
-        return i32(key_tiles(lengths[b], num_nodes, max_seqlen))
-    return i32(0)
-
-
-@device
-def runs_in_all(lengths, num_nodes, max_seqlen, run, lane):
-    """Runs of so many tiles in all requests."""
-    total = i32(0)
-    first = 0
-    while first < lengths.shape[0]:
-        total += over(tiles_of(lengths, first + lane, num_nodes, max_seqlen) + run - 1, run)
-        first += 32
-    return warp_sum(total)
-
-
-@device
-def write_piece(pieces, c, n, b, row_tile, first, count, slot):
-    pieces[c, n, 0] = b
-    pieces[c, n, 1] = row_tile
-    pieces[c, n, 2] = first
-    pieces[c, n, 3] = count
-    pieces[c, n, 4] = slot
-
-
-@device
-def line_pieces(lengths, num_nodes, max_seqlen, pieces, c, n, row_tile, low, high, length, share, cut, row_tiles, lane):
-    """Write the pieces of a line from low to high; n is how many the block has. Returns how many it has then."""
-    blocks = cuda.gridDim.x
-    before = i32(0)
-    first = 0
-    while first < lengths.shape[0] and before < high:
-        tiles = tiles_of(lengths, first + lane, num_nodes, max_seqlen)
-        end = before + warp_scan(tiles, lane)
-        begin = end - tiles
-        at = max(begin, low)
-        stop = min(end, high)
-        there = at < stop
-        votes = cuda.ballot_sync(ALL, there)
-        if there:
-            place = n + cuda.popc(votes & ((1 << lane) - 1))
-            slot = -1
-            if at > begin or stop < end:
-                count = count_of(u32(row_tile), u32(at), u32(length), u32(share), u32(cut), u32(row_tiles))
-                slot = i32(slot_of(u32(count), u32(at), u32(begin), u32(share), u32(cut), u32(row_tile), u32(blocks)))
-            write_piece(pieces, c, place, first + lane, row_tile, at - begin, stop - at, slot)
-        n += cuda.popc(votes)
-        before = cuda.shfl_sync(ALL, end, 31)
-        first += 32
-    return n
-
-
-@device
-def plan_pieces(lengths, num_nodes, max_seqlen, row_tiles, pieces, plan, lane):
-    """Phase 0, one warp: from the lengths, this block's pieces; block 0 leaves the plan for `combine`."""
-    c = cuda.blockIdx.x
-    blocks = cuda.gridDim.x
-    num_requests = lengths.shape[0]
-    length = i32(0)
-    longest = i32(0)
-    first = 0
-    while first < num_requests:
-        tiles = tiles_of(lengths, first + lane, num_nodes, max_seqlen)
-        length += tiles
-        longest = max(longest, tiles)
-        first += 32
-    length = warp_sum(length)
-    for lanes in (16, 8, 4, 2, 1):
-        longest = max(longest, cuda.shfl_xor_sync(ALL, longest, lanes))
-    share = over(length * row_tiles + blocks - 1, blocks)
-    cut = min(over(blocks, row_tiles), over(length, share)) * share
-    run = i32(0)
-    if num_requests * row_tiles <= blocks:
-        low = i32(1)
-        high = longest
-        while low < high:
-            middle = (low + high) >> 1
-            if runs_in_all(lengths, num_nodes, max_seqlen, middle, lane) * row_tiles <= blocks:
-                high = middle
-            else:
-                low = middle + 1
-        even = low * schedule.TILE + schedule.PIECE
-        if low < longest:
-            even += schedule.MERGE
-        if even <= share * schedule.TILE + 2 * schedule.PIECE + schedule.MERGE:
-            run = low
-
-    n = i32(0)
-    if run > 0:
-        before = i32(0)
-        first = 0
-        while first < num_requests:
-            tiles = tiles_of(lengths, first + lane, num_nodes, max_seqlen)
-            runs = over(tiles + run - 1, run)
-            end = before + warp_scan(runs, lane)
-            mine = c - (end - runs) * row_tiles
-            if mine >= 0 and mine < runs * row_tiles:
-                index = over(mine, row_tiles)
-                at = index * run
-                slot = c if runs > 1 else -1
-                write_piece(pieces, c, 0, first + lane, mine - index * row_tiles, at, min(run, tiles - at), slot)
-            if c == 0 and first + lane < num_requests:
-                plan[STARTS + first + lane] = end - runs
-            before = cuda.shfl_sync(ALL, end, 31)
-            first += 32
-        n = i32(1) if c < before * row_tiles else i32(0)
-        length = before
-    else:
-        if c < over(cut, share) * row_tiles:
-            team = over(c, row_tiles)
-            low = team * share
-            n = line_pieces(
-                lengths, num_nodes, max_seqlen, pieces, c, n, c - team * row_tiles, low, low + share, length, share, cut,
-                row_tiles, lane,
-            )  # fmt: skip
-        else:
-            rest = length - cut
-            low = c * share - cut * row_tiles
-            high = min(low + share, rest * row_tiles)
-            while low < high:
-                row_tile = over(low, rest)
-                begin = row_tile * rest
-                stop = min(high, begin + rest)
-                n = line_pieces(
-                    lengths, num_nodes, max_seqlen, pieces, c, n, row_tile, cut + low - begin, cut + stop - begin,
-                    length, share, cut, row_tiles, lane,
-                )  # fmt: skip
-                low = stop
-        if c == 0:
-            before = i32(0)
-            first = 0
-            while first < num_requests:
-                tiles = tiles_of(lengths, first + lane, num_nodes, max_seqlen)
-                end = before + warp_scan(tiles, lane)
-                if first + lane < num_requests:
-                    plan[STARTS + first + lane] = end - tiles
-                before = cuda.shfl_sync(ALL, end, 31)
-                first += 32
-    if lane == 0:
-        if n < pieces.shape[1]:
-            pieces[c, n, 3] = 0
-        if c == 0:
-            plan[RUN] = run
-            plan[LENGTH] = length
-            plan[SHARE] = share
-            plan[CUT] = cut
-            plan[STARTS + num_requests] = length
-
-
-@device
-def seen_by(mask, bits_per_word, b, node, first, num_nodes, column):
+def words_seen(mask, b, node, first, num_nodes, column):
     """Which of a tile's keys a node sees, bit c for key c, of which only those of this lane's columns must be right.
 
     first : tree column of the tile's key 0; keys below 0 are of the prefix.
     column : the lane's first column of each 8.
     """
+    start = max(first, 0)
+    word = start >> 5
+    shift = u64(start & 31)
+    num_words = mask.shape[2]
     found = u64(0)
-    if bits_per_word == 32:
-        start = max(first, 0)
-        word = start >> 5
-        shift = u64(start & 31)
-        num_words = mask.shape[2]
-        if word < num_words:
-            found = u64(mask[b, node, word])
-        if word + 1 < num_words:
-            found |= u64(mask[b, node, word + 1]) << u64(32)
-        found >>= shift
-        if word + 2 < num_words and shift > u64(0):
-            found |= u64(mask[b, node, word + 2]) << (u64(64) - shift)
-        if num_nodes - start < 64:
-            found &= (u64(1) << u64(max(num_nodes - start, 0))) - u64(1)
-        if first < 0:
-            found = found << u64(-first) | ((u64(1) << u64(-first)) - u64(1))
-    else:
-        for m in range(8):
-            for e in range(2):
-                c = 8 * m + column + e
-                t = first + c
-                on = t < 0
-                if t >= 0 and t < num_nodes:
-                    on = mask[b, node, t] & 1 != 0
-                if on:
-                    found |= u64(1) << u64(c)
-    return found >> u64(column)
+    if word < num_words:
+        found = u64(mask[b, node, word])
+    if word + 1 < num_words:
+        found |= u64(mask[b, node, word + 1]) << u64(32)
+    found >>= shift
+    if word + 2 < num_words and shift > u64(0):
+        found |= u64(mask[b, node, word + 2]) << (u64(64) - shift)
+    if num_nodes - start < 64:
+        found &= (u64(1) << u64(max(num_nodes - start, 0))) - u64(1)
+    if first < 0:
+        found = found << u64(-first) | ((u64(1) << u64(-first)) - u64(1))
+    return found
 
 
 @device
-def masked(s, mask, bits_per_word, pieces, c, n, num_heads, num_nodes, tree):
-    """Scores of a tile whose first key is tree column ``tree``, -inf where a row's node does not see a key."""
-    b = pieces[c, n, 0]
-    first = pieces[c, n, 1] * 64 + row_here()
-    column = (lane_here() & 3) * 2
-    node = min(over(first, num_heads), num_nodes - 1)
-    other = min(over(first + 8, num_heads), num_nodes - 1)
-    seen = seen_by(mask, bits_per_word, b, node, tree, num_nodes, column)
-    return mask_tile(s, (seen, seen_by(mask, bits_per_word, b, other, tree, num_nodes, column)))
+def bools_seen(mask, b, node, first, num_nodes, column):
+    found = u64(0)
+    for m in range(8):
+        for e in range(2):
+            c = 8 * m + column + e
+            t = first + c
+            on = t < 0
+            if t >= 0 and t < num_nodes:
+                on = mask[b, node, t] & 1 != 0
+            if on:
+                found |= u64(1) << u64(c)
+    return found
+
+
+@device
+def page_of(block_table, b, j, page_size):
+    """Where key tile j of a request is."""
+    return block_table[b, over(j * 64, page_size)]
+
+
+@device
+def row_of(j, page_size):
+    """The first row of key tile j within its page."""
+    return j * 64 - over(j * 64, page_size) * page_size
 
 
 # Where a thread is, worked out anew wherever it is needed: kept, it would take registers throughout.
@@ -344,6 +178,13 @@ def row_here():
     """This thread's first row of a fragment; the other one is 8 below."""
     t = i32(fresh_thread())
     return (t >> 5 & 3) * 16 + (t >> 2 & 7)
+
+
+@device
+def fragment_here():
+    """Where in a state's half the accumulators of this thread begin, in bytes: 32 fours of each warp, lane by lane."""
+    t = i32(fresh_thread())
+    return (t >> 5 & 3) * 16384 + (t & 31) * 16
 
 
 @device
@@ -381,8 +222,8 @@ def clear_rows(tile, live):
 
 
 @functools.cache
-def make_kernel(kind: str, out_kind: str) -> Any:
-    """The kernel for inputs of a kind, "bf16" or "f16", and results of one, "f32" too."""
+def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = False) -> Any:
+    """The kernel for inputs of a kind, "bf16" or "f16", results of one, "f32" too, and masks of words or bools."""
 
     def at(base, offsets):
         return [base + offset for offset in offsets]
@@ -416,6 +257,22 @@ def make_kernel(kind: str, out_kind: str) -> Any:
     more_registers = hopper.more_registers(CONSUMER_REGISTERS)
     out_is_float = out_kind == "f32"
 
+    if clocks:
+
+        @device
+        def stamp(maps, event):
+            """The clock at an event of this warpgroup; of those that repeat, the first ones."""
+            t = i32(fresh_thread())
+            if t & 127 == 0:
+                at = address(maps) + i64(cuda.gridDim.x) * 512 + i64(cuda.blockIdx.x * 3 + (t >> 7)) * (8 * STAMPS)
+                hopper.store_word(at + event * 8, hopper.clock())
+
+    else:
+
+        @device
+        def stamp(maps, event):
+            pass
+
     if out_is_float:
 
         @device
@@ -427,6 +284,19 @@ def make_kernel(kind: str, out_kind: str) -> Any:
         @device
         def store_rows(acc, at, below, inverse, stored, stored_below, quarter):
             store_halves(acc, at, below, inverse, stored, stored_below, quarter)
+
+    seen_by = words_seen if packed else bools_seen
+
+    @device
+    def masked(s, mask, pieces, n, num_heads, num_nodes, tree):
+        """Scores of a tile whose first key is tree column ``tree``, -inf where a row's node does not see a key."""
+        b = pieces[n, REQUEST]
+        first = pieces[n, ROW_TILE] * 64 + row_here()
+        column = (lane_here() & 3) * 2
+        node = min(over(first, num_heads), num_nodes - 1)
+        other = min(over(first + 8, num_heads), num_nodes - 1)
+        seen = seen_by(mask, b, node, tree, num_nodes, column) >> u64(column)
+        return mask_tile(s, (seen, seen_by(mask, b, other, tree, num_nodes, column) >> u64(column)))
 
     @device
     def scores_a(s, full, parity, d):
@@ -445,6 +315,37 @@ def make_kernel(kind: str, out_kind: str) -> Any:
         s = qk5_a(s, d, d)
         mbarrier_wait(full + 48, parity)
         s = qk6_a(s, d, d)
+        mbarrier_wait(full + 56, parity)
+        return qk7_a(s, d, d)
+
+    @device
+    def first_scores(full, parity, query, query_parity, d):
+        """Likewise all the scores of a piece's first tile, whose queries come box by box too."""
+        mbarrier_wait(query, query_parity)
+        mbarrier_wait(full, parity)
+        s = qk0_a(undefined(), d, d)
+        mbarrier_wait(query + 8, query_parity)
+        mbarrier_wait(full + 8, parity)
+        s = qk1_a(s, d, d)
+        mbarrier_wait(query + 16, query_parity)
+        mbarrier_wait(full + 16, parity)
+        s = qk2_a(s, d, d)
+        mbarrier_wait(query + 24, query_parity)
+        mbarrier_wait(full + 24, parity)
+        s = qk3_a(s, d, d)
+        mbarrier_wait(query + 64, query_parity)
+        mbarrier_wait(full + 64, parity)
+        s = qk8_a(s, d, d)
+        mbarrier_wait(query + 32, query_parity)
+        mbarrier_wait(full + 32, parity)
+        s = qk4_a(s, d, d)
+        mbarrier_wait(query + 40, query_parity)
+        mbarrier_wait(full + 40, parity)
+        s = qk5_a(s, d, d)
+        mbarrier_wait(query + 48, query_parity)
+        mbarrier_wait(full + 48, parity)
+        s = qk6_a(s, d, d)
+        mbarrier_wait(query + 56, query_parity)
         mbarrier_wait(full + 56, parity)
         return qk7_a(s, d, d)
 
@@ -474,8 +375,8 @@ def make_kernel(kind: str, out_kind: str) -> Any:
 
     @cuda.jit(launch_bounds=LAUNCH_BOUNDS)
     def wgmma(
-        q_nope_map, q_pe_map, kv_map, block_table, lengths, mask, bits_per_word, page_size, max_seqlen, num_heads,
-        num_nodes, scale, maps, pieces, plan, out, lse, states, state_lses,
+        q_nope_map, q_pe_map, kv_map, block_table, mask, page_size, num_heads, num_nodes,
+        scale, maps, plan, pieces, out, lse, states, state_lses,
     ):  # fmt: skip
         s0 = shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
         t = cuda.threadIdx.x
@@ -486,101 +387,120 @@ def make_kernel(kind: str, out_kind: str) -> Any:
         row_tiles = (num_rows + 63) >> 6
         bar = s0 + BARRIERS
 
-        # Phase 0: what this block has to do
-        if t == 32:
-            mbarrier_init(bar + QUERY_FULL, 1)
+        # Phase 0: barriers, and tensor maps where copies read them
+        stamp(maps, 0)
+        map_at = address(maps) + i64(c) * 512
+        count, b, first, row_tile = i32(0), i32(0), i32(0), i32(0)
+        page, ahead = i32(0), i32(0)
+        if t == 0:
+            for i in range(27):
+                mbarrier_init(bar + QUERY_FULL + 8 * i, 1)
             mbarrier_init(bar + QUERY_FREE, 8)
-            for i in range(18):
-                mbarrier_init(bar + FULL_A + 8 * i, 1)
             for i in range(4):
                 mbarrier_init(bar + LEFT_FREE_A + 8 * i, 4)
             mbarrier_fence()
-        if warp == 0:
-            plan_pieces(lengths, num_nodes, max_seqlen, row_tiles, pieces, plan, lane)
+        if warp >= 8:
+            count, b, first, row_tile = pieces[c, COUNT], pieces[c, REQUEST], pieces[c, FIRST], pieces[c, ROW_TILE]
+        if t == PRODUCER:
+            keep_map(map_at, q_nope_map)
+            keep_map(map_at + 128, q_pe_map)
+            keep_map(map_at + 256, kv_map)
+            hopper_release()
+            acquire_map(map_at)
+            acquire_map(map_at + 128)
+            acquire_map(map_at + 256)
+        if t == PRODUCER + 32:
+            keep_map(map_at + 384, kv_map)
+            hopper_release()
+            acquire_map(map_at + 384)
         cuda.syncthreads()
-        num_pieces = pieces.shape[1]
+        stamp(maps, 1)
 
         # Phase 1: copies
         if warp >= 8:
             fewer_registers()
-            map_at = address(maps) + i64(c) * 512
-            if t == PRODUCER:
-                keep_map(map_at, q_nope_map)
-                keep_map(map_at + 128, q_pe_map)
-                keep_map(map_at + 256, kv_map)
-                hopper_release()
-                acquire_map(map_at)
-                acquire_map(map_at + 128)
-                acquire_map(map_at + 256)
-                map_at += 256
+            if warp == 10 and count > 0:
+                prefetch(address(plan))
+                for i in range(2):
+                    node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
+                    prefetch(address(mask) + (i64(b) * num_nodes + node) * mask.shape[2] * mask.itemsize)
+            if t == PRODUCER and count > 0:
                 u = 0
-                n = i32(0)
-                while n < num_pieces:
-                    count = pieces[c, n, 3]
-                    if count == 0:
-                        break
-                    b = pieces[c, n, 0]
-                    row_tile = pieces[c, n, 1]
-                    first = pieces[c, n, 2]
-                    if n > 0:
-                        mbarrier_wait(bar + QUERY_FREE, (n - 1) & 1)
-                    mbarrier_expect(bar + QUERY_FULL, TILE)
-                    for i in range(8):
-                        copy_box(s0 + i * BOX, map_at - 256, bar + QUERY_FULL, i * 64, row_tile * 64, b)
-                    copy_box(s0 + ROPE, map_at - 128, bar + QUERY_FULL, 0, row_tile * 64, b)
+                i = 0
+                n = i32(c)
+                while n >= 0:
+                    if i > 0:
+                        count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
+                        row_tile = pieces[n, ROW_TILE]
                     j = first
-                    while j < first + count:
-                        entry = over(j * 64, page_size)
-                        row = j * 64 - entry * page_size
-                        page = block_table[b, entry]
+                    stop = first + count
+                    page = page_of(block_table, b, j, page_size)
+                    if i > 0:
+                        mbarrier_wait(bar + QUERY_FREE, (i - 1) & 1)
+                    for k in range(4):
+                        mbarrier_expect(bar + QUERY_FULL + 8 * k, BOX)
+                        copy_box(s0 + k * BOX, map_at, bar + QUERY_FULL + 8 * k, k * 64, row_tile * 64, b)
+                    while j < stop:
+                        row = row_of(j, page_size)
+                        ahead = page
+                        if j + 2 < stop:
+                            ahead = page_of(block_table, b, j + 2, page_size)
                         if u > 0:
                             mbarrier_wait(bar + LEFT_FREE_A, (u - 1) & 1)
-                        for i in range(4):
-                            mbarrier_expect(bar + FULL_A + 8 * i, BOX)
-                            copy_box(s0 + KEYS_A + i * BOX, map_at, bar + FULL_A + 8 * i, i * 64, row, page)
+                        for k in range(4):
+                            mbarrier_expect(bar + FULL_A + 8 * k, BOX)
+                            copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
+                        if j == first:
+                            mbarrier_expect(bar + QUERY_FULL + 64, BOX)
+                            copy_box(s0 + ROPE, map_at + 128, bar + QUERY_FULL + 64, 0, row_tile * 64, b)
+                            for k in range(4, 8):
+                                mbarrier_expect(bar + QUERY_FULL + 8 * k, BOX)
+                                copy_box(s0 + k * BOX, map_at, bar + QUERY_FULL + 8 * k, k * 64, row_tile * 64, b)
                         if u > 0:
                             mbarrier_wait(bar + RIGHT_FREE_A, (u - 1) & 1)
                         mbarrier_expect(bar + FULL_A + 64, BOX)
-                        copy_box(s0 + KEYS_A + ROPE, map_at, bar + FULL_A + 64, 512, row, page)
-                        for i in range(4, 8):
-                            mbarrier_expect(bar + FULL_A + 8 * i, BOX)
-                            copy_box(s0 + KEYS_A + i * BOX, map_at, bar + FULL_A + 8 * i, i * 64, row, page)
+                        copy_box(s0 + KEYS_A + ROPE, map_at + 256, bar + FULL_A + 64, 512, row, page)
+                        for k in range(4, 8):
+                            mbarrier_expect(bar + FULL_A + 8 * k, BOX)
+                            copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
+                        page = ahead
                         u += 1
                         j = i32(j + 2)
-                    n = i32(n + 1)
-            if t == PRODUCER + 32:
+                    n = pieces[n, NEXT]
+                    i += 1
+            if t == PRODUCER + 32 and count > 0:
                 map_at += 384
-                keep_map(map_at, kv_map)
-                hopper_release()
-                acquire_map(map_at)
                 u = 0
-                n = i32(0)
-                while n < num_pieces:
-                    count = pieces[c, n, 3]
-                    if count == 0:
-                        break
-                    b = pieces[c, n, 0]
-                    first = pieces[c, n, 2]
+                n = i32(c)
+                while n >= 0:
+                    if n != c:
+                        count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
+                        row_tile = pieces[n, ROW_TILE]
                     j = first + 1
-                    while j < first + count:
-                        entry = over(j * 64, page_size)
-                        row = j * 64 - entry * page_size
-                        page = block_table[b, entry]
+                    stop = first + count
+                    if j < stop:
+                        page = page_of(block_table, b, j, page_size)
+                    while j < stop:
+                        row = row_of(j, page_size)
+                        ahead = page
+                        if j + 2 < stop:
+                            ahead = page_of(block_table, b, j + 2, page_size)
                         if u > 0:
                             mbarrier_wait(bar + LEFT_FREE_B, (u - 1) & 1)
-                        for i in range(4):
-                            mbarrier_expect(bar + FULL_B + 8 * i, BOX)
-                            copy_box(s0 + KEYS_B + i * BOX, map_at, bar + FULL_B + 8 * i, i * 64, row, page)
+                        for k in range(4):
+                            mbarrier_expect(bar + FULL_B + 8 * k, BOX)
+                            copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
                         mbarrier_expect(bar + FULL_B + 64, BOX)
                         copy_box(s0 + KEYS_B + ROPE, map_at, bar + FULL_B + 64, 512, row, page)
                         if u > 0:
                             mbarrier_wait(bar + RIGHT_FREE_B, (u - 1) & 1)
-                        for i in range(4, 8):
-                            mbarrier_expect(bar + FULL_B + 8 * i, BOX)
-                            copy_box(s0 + KEYS_B + i * BOX, map_at, bar + FULL_B + 8 * i, i * 64, row, page)
+                        for k in range(4, 8):
+                            mbarrier_expect(bar + FULL_B + 8 * k, BOX)
+                            copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
+                        page = ahead
                         u += 1
                         j = i32(j + 2)
-                    n = i32(n + 1)
+                    n = pieces[n, NEXT]
             return  # in here: code of the consumers behind this would get the producers' registers
 
         dq = descriptor(s0, 16, 1024)  # for what has its columns in a row: queries, keys, probabilities
@@ -590,29 +510,28 @@ def make_kernel(kind: str, out_kind: str) -> Any:
             # Warpgroup 0: tiles A, columns 0 .. 255
             full = bar + FULL_A
             u = 0
-            n = i32(0)
-            while n < num_pieces:
-                count = pieces[c, n, 3]
+            n = i32(cuda.blockIdx.x)
+            while n >= 0:
+                count = pieces[n, COUNT]
                 if count == 0:
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = min(max(lengths[pieces[c, n, 0]], 0), max_seqlen) - pieces[c, n, 2] * 64
+                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)  # reference of o and l
                 rp = (LOWEST, LOWEST)  # of the next probabilities
                 l = (ZERO, ZERO)
-                mbarrier_wait(bar + QUERY_FULL, n & 1)
                 live = ahead + num_nodes
                 if live < 64:
                     wait_whole(full, u & 1)
                     clear_rows(s0 + KEYS_A, live)
                     named_sync(ALONE_0, 128)
-                mbarrier_wait(full, u & 1)
-                s = scores_a(qk0_a(undefined(), dq, dq), full, u & 1, dq)
+                s = first_scores(full, u & 1, bar + QUERY_FULL, pieces[n, ORDER] & 1, dq)
                 if count > 1:
                     named_arrive(QK_A_ISSUED, 256)
                 s = wait_s(s)
+                stamp(maps, 3 + (pieces[n, ORDER] & 1) * 5)
                 u += 1
                 j = i32(0)
                 while j < count:
@@ -622,7 +541,7 @@ def make_kernel(kind: str, out_kind: str) -> Any:
                     # softmax of A, under QK(B)
                     tree = j * 64 - ahead
                     if tree > -64:
-                        s = masked(s, mask, bits_per_word, pieces, c, n, num_heads, num_nodes, tree)
+                        s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                     x = exp_tile(s, rp, scale)
                     m = tile_max(s)
                     if cuda.any_sync(ALL, m[0] * scale > rp[0] + SLACK or m[1] * scale > rp[1] + SLACK):
@@ -683,20 +602,22 @@ def make_kernel(kind: str, out_kind: str) -> Any:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                     j = i32(j + 2)
                 # Sums of both warpgroups; results or a state
-                xa = s0 + EXCHANGE + (n & 1) * 1024
+                xa = s0 + EXCHANGE + (pieces[n, ORDER] & 1) * 1024
                 l = quad_sum(l)
                 keep_pair(xa, l)
                 keep_pair(xa + 512, ro)
+                stamp(maps, 4 + (pieces[n, ORDER] & 1) * 5)
                 named_sync(SUMS, 256)
+                stamp(maps, 5 + (pieces[n, ORDER] & 1) * 5)
                 f = factor(pair_at(xa + 768), ro)
                 l = rows_add(l, rows_times(pair_at(xa + 256), f))
                 inverse = inverses(l)
                 e = log_sums(ro, l)
-                b = pieces[c, n, 0]
+                b = pieces[n, REQUEST]
                 row, q4 = row_here(), lane_here() & 3
-                r0 = pieces[c, n, 1] * 64 + row
+                r0 = pieces[n, ROW_TILE] * 64 + row
                 r1 = r0 + 8
-                slot = pieces[c, n, 4]
+                slot = pieces[n, SLOT]
                 if slot < 0:
                     at = address(out) + (i64(b) * num_rows + r0) * (512 * out_bytes) + q4 * lane_bytes
                     store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
@@ -706,29 +627,30 @@ def make_kernel(kind: str, out_kind: str) -> Any:
                         if r1 < num_rows:
                             lse[b, r1] = e[1]
                 else:
-                    at = address(states) + (i64(slot) * 64 + row) * 2048 + q4 * 8
-                    store_floats(o, at, at + 8 * 2048, inverse, True, True)
+                    store_state(o, address(states) + i64(slot) * 131072 + fragment_here(), inverse)
                     if q4 == 0:
                         state_lses[slot, row] = e[0]
                         state_lses[slot, row + 8] = e[1]
-                n = i32(n + 1)
+                stamp(maps, 6 + (pieces[n, ORDER] & 1) * 5)
+                n = pieces[n, NEXT]
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
             full = bar + FULL_B
             u = 0
-            n = i32(0)
-            while n < num_pieces:
-                count = pieces[c, n, 3]
+            n = i32(cuda.blockIdx.x)
+            while n >= 0:
+                count = pieces[n, COUNT]
                 if count == 0:
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = min(max(lengths[pieces[c, n, 0]], 0), max_seqlen) - pieces[c, n, 2] * 64
+                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)
                 rp = (LOWEST, LOWEST)
                 l = (ZERO, ZERO)
-                mbarrier_wait(bar + QUERY_FULL, n & 1)
+                wait_whole(bar + QUERY_FULL, pieces[n, ORDER] & 1)
+                stamp(maps, 2 + (pieces[n, ORDER] & 1) * 5)
                 if count == 1:
                     if lane_here() == 0:
                         mbarrier_arrive(bar + QUERY_FREE)
@@ -752,7 +674,7 @@ def make_kernel(kind: str, out_kind: str) -> Any:
                                 mbarrier_arrive(bar + QUERY_FREE)
                         tree = (j + 1) * 64 - ahead
                         if tree > -64:
-                            s = masked(s, mask, bits_per_word, pieces, c, n, num_heads, num_nodes, tree)
+                            s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                         m = tile_max(s)
                         # PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
                         named_sync(P_A_READY, 256)
@@ -801,93 +723,151 @@ def make_kernel(kind: str, out_kind: str) -> Any:
                         if lane_here() == 0:
                             mbarrier_arrive(bar + RIGHT_FREE_A)
                     j = i32(j + 2)
-                xa = s0 + EXCHANGE + (n & 1) * 1024
+                xa = s0 + EXCHANGE + (pieces[n, ORDER] & 1) * 1024
                 l = quad_sum(l)
                 keep_pair(xa + 256, l)
                 keep_pair(xa + 768, ro)
+                stamp(maps, 4 + (pieces[n, ORDER] & 1) * 5)
                 named_sync(SUMS, 256)
+                stamp(maps, 5 + (pieces[n, ORDER] & 1) * 5)
                 f = factor(pair_at(xa + 512), ro)
                 l = rows_add(l, rows_times(pair_at(xa), f))
                 inverse = inverses(l)
-                b = pieces[c, n, 0]
+                b = pieces[n, REQUEST]
                 row, q4 = row_here(), lane_here() & 3
-                r0 = pieces[c, n, 1] * 64 + row
+                r0 = pieces[n, ROW_TILE] * 64 + row
                 r1 = r0 + 8
-                slot = pieces[c, n, 4]
+                slot = pieces[n, SLOT]
                 if slot < 0:
                     at = address(out) + (i64(b) * num_rows + r0) * (512 * out_bytes) + q4 * lane_bytes
                     at += 256 * out_bytes
                     store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
                 else:
-                    at = address(states) + (i64(slot) * 64 + row) * 2048 + q4 * 8 + 1024
-                    store_floats(o, at, at + 8 * 2048, inverse, True, True)
+                    store_state(o, address(states) + i64(slot) * 131072 + 65536 + fragment_here(), inverse)
 
-                n = i32(n + 1)
+                stamp(maps, 6 + (pieces[n, ORDER] & 1) * 5)
+                n = pieces[n, NEXT]
     return wgmma
 
 
-end_of = device(schedule.end_of)
-COMBINE_ROWS = 8
+COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
+FEW_SPLITS = 8
 
 
 @functools.cache
 def make_combine(out_kind: str) -> Any:
-    """Merge the states of row tiles that are not whole: a warp a row. Blocks (row tiles of all requests, 64 / 8)."""
-    to_bf16 = out_kind == "bf16"
+    """Merge the states of row tiles that are not whole.
 
-    @cuda.jit
-    def combine(plan, states, state_lses, out, lse, row_tiles, num_rows, blocks):
-        item = cuda.blockIdx.x
-        b = over(item, row_tiles)
-        row_tile = item - b * row_tiles
-        lane = cuda.threadIdx.x & 31
-        r = cuda.blockIdx.y * COMBINE_ROWS + (cuda.threadIdx.x >> 5)
-        if row_tile * 64 + r >= num_rows:
-            return
+    A warp has 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. With few splits the
+    eight warps of a block have eight such parts, with many ones an eighth of the splits of one part.
+    """
+    out_bytes = 4 if out_kind == "f32" else 2
+    lane_bytes = 8 if out_kind == "f32" else 16
+    store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
+    out_is_float = out_kind == "f32"
+
+    @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
+    def combine(plan, items, states, state_lses, out, lse, row_tiles, num_rows, blocks):
+        t = i32(cuda.threadIdx.x)
+        warp, lane = t >> 5, t & 31
+        parts = cuda.shared.array((20, 8, 32), types.float32)
         run, length, share, cut = plan[RUN], plan[LENGTH], plan[SHARE], plan[CUT]
-        begin, end = plan[STARTS + b], plan[STARTS + b + 1]
-        if run > 0 and end - begin <= 1:
-            return
-        # Phase 1: the largest lse; Phase 2: weights and rows
-        m = np.float32(-np.inf)
-        z = np.float32(0.0)
-        acc = cuda.local.array(16, types.float32)
-        for i in range(16):
-            acc[i] = np.float32(0.0)
-        for phase in range(2):
-            at = begin
-            while at < end:
+        many = plan[SPLITS] > FEW_SPLITS
+        unit = i32(cuda.blockIdx.x)
+        units = plan[ITEMS] * (64 if many else 8)
+        x = cuda.local.array(16, types.float32)
+        while unit < units:
+            if many:
+                item, rows, part, first, step = unit >> 6, unit >> 3 & 7, unit & 7, warp, i32(8)
+            else:
+                item, rows, part, first, step = unit >> 3, unit & 7, warp, i32(0), i32(1)
+            unit += i32(cuda.gridDim.x)
+            b, row_tile, begin, end = items[item, REQUEST], items[item, ROW_TILE], items[item, BEGIN], items[item, END]
+            if run > 0:
+                num = end - begin
+            else:
+                num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
+            row = (rows & 3) * 16 + (lane >> 2)
+            # Phase 1: sums of this warp's states, relative to the largest lse so far. A lane finds the slot of every 32nd
+            m0, m1, l0, l1 = LOWEST, LOWEST, ZERO, ZERO
+            for k in range(16):
+                x[k] = ZERO
+            while first < num:
+                i = min(first + lane * step, num - 1)
                 if run > 0:
-                    slot = at * row_tiles + row_tile
-                    stop = at + 1
+                    slot = i32((begin + i) * row_tiles + row_tile)
                 else:
-                    count = count_of(u32(row_tile), u32(at), u32(length), u32(share), u32(cut), u32(row_tiles))
-                    stop = i32(end_of(u32(count), u32(at), u32(end), u32(share), u32(cut)))
-                    if at == begin and stop == end:
-                        return
-                    slot = i32(
-                        slot_of(u32(count), u32(at), u32(begin), u32(share), u32(cut), u32(row_tile), u32(blocks))
-                    )
-                e = state_lses[slot, r]
-                if phase == 0:
-                    m = max(m, e)
-                elif e > np.float32(-np.inf):
-                    w = cuda.libdevice.expf(e - m)
-                    z += w
-                    for i in range(16):
-                        acc[i] += w * states[slot, r, lane + 32 * i]
-                at = stop
-        inverse = np.float32(1.0) / z if z > np.float32(0.0) else np.float32(0.0)
-        for i in range(16):
-            x = acc[i] * inverse
-            if to_bf16:
-                out[b, row_tile * 64 + r, lane + 32 * i] = f32_to_bf16(x)
+                    at = start_of(i, row_tile, begin, end, length, share, cut, row_tiles)
+                    count = count_of(row_tile, at, length, share, cut, row_tiles)
+                    slot = i32(slot_of(count, at, begin, share, cut, row_tile, blocks))
+                k = i32(0)
+                while k < 32 and first + k * step < num:
+                    here = cuda.shfl_sync(ALL, slot, k)
+                    e0, e1 = state_lses[here, row], state_lses[here, row + 8]
+                    at = address(states) + i64(here) * 131072 + rows * 16384 + part * 2048 + lane * 16
+                    y = load_fours(at)
+                    other = cuda.shfl_sync(ALL, slot, min(k + 1, 31))
+                    f0, f1 = state_lses[other, row], state_lses[other, row + 8]
+                    at = address(states) + i64(other) * 131072 + rows * 16384 + part * 2048 + lane * 16
+                    z = load_fours(at)
+                    if k == 31 or first + (k + 1) * step >= num:
+                        f0, f1 = -INF, -INF
+                    n0, n1 = max(m0, max(e0, f0)), max(m1, max(e1, f1))
+                    g0, g1 = exp(m0 - n0), exp(m1 - n1)
+                    e0, e1, f0, f1 = exp(e0 - n0), exp(e1 - n1), exp(f0 - n0), exp(f1 - n1)
+                    m0, m1 = n0, n1
+                    l0, l1 = l0 * g0 + e0 + f0, l1 * g1 + e1 + f1
+                    add_states(x, (g0, g1), (e0, e1), y, (f0, f1), z)
+                    k += 2
+                first += 32 * step
+            # Phase 2: the sums of eight warps
+            if many:
+                cuda.syncthreads()
+                parts[16, warp, lane], parts[17, warp, lane] = m0, m1
+                parts[18, warp, lane], parts[19, warp, lane] = l0, l1
+                for k in range(16):
+                    parts[k, warp, lane] = x[k]
+                cuda.syncthreads()
+                if warp > 0:
+                    continue
+                for w in range(1, 8):
+                    n0, n1 = max(m0, parts[16, w, lane]), max(m1, parts[17, w, lane])
+                    g0, g1 = exp(m0 - n0), exp(m1 - n1)
+                    e0, e1 = exp(parts[16, w, lane] - n0), exp(parts[17, w, lane] - n1)
+                    m0, m1 = n0, n1
+                    l0, l1 = l0 * g0 + parts[18, w, lane] * e0, l1 * g1 + parts[19, w, lane] * e1
+                    for k in range(16):
+                        x[k] = x[k] * (g1 if k & 2 else g0) + parts[k, w, lane] * (e1 if k & 2 else e0)
+            # Phase 3: results
+            inverse = inverses((l0, l1))
+            r = row_tile * 64 + row
+            column = (rows >> 2) * 256 + part * 32
+            at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + (lane & 3) * lane_bytes
+            below = at + 8 * 512 * out_bytes
+            found = all_of(x)
+            if out_is_float:
+                store_floats(found, at, below, inverse, r < num_rows, r + 8 < num_rows)
             else:
-                out[b, row_tile * 64 + r, lane + 32 * i] = x
-        if lane == 0:
-            if z > np.float32(0.0):
-                lse[b, row_tile * 64 + r] = m + cuda.libdevice.logf(z)
-            else:
-                lse[b, row_tile * 64 + r] = np.float32(-np.inf)
+                store_halves(found, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
+            if rows < 4 and part == 0 and lane & 3 == 0:
+                if r < num_rows:
+                    lse[b, r] = m0 + cuda.libdevice.logf(l0) if l0 > ZERO else -INF
+                if r + 8 < num_rows:
+                    lse[b, r + 8] = m1 + cuda.libdevice.logf(l1) if l1 > ZERO else -INF
 
     return combine
+
+
+@device
+def add_states(x, g, e, y, f, z):
+    """Rescaled sums and two states with their weights; pairs are of a lane's two rows."""
+    for k in range(16):
+        h = k >> 1 & 1
+        x[k] = x[k] * g[h] + e[h] * y[k] + f[h] * z[k]
+
+
+@device
+def all_of(x):
+    return (
+        x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
+    )  # fmt: skip

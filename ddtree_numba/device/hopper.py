@@ -135,6 +135,29 @@ load_shared = instruction("ld.shared.f32 $0, [$1];", "r", types.float32)
 clear_shared = instruction("st.shared.v4.b32 [$0], {0, 0, 0, 0};", "r")
 
 
+clock = instruction("mov.u64 $0, %globaltimer;", "", types.int64)
+store_word = instruction("st.global.b64 [$0], $1;", "ll")
+
+
+prefetch = instruction("prefetch.global.L2 [$0];", "l")
+
+
+@intrinsic
+def load_fours(typingctx, at):
+    """Four fours of a state, 512 bytes apart."""
+
+    def codegen(context, builder, signature, args):
+        struct = ir.LiteralStructType([F32] * 4)
+        found = []
+        for k in range(4):
+            text = f"ld.global.v4.f32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
+            four = assembly(builder, struct, [args[0]], text, "=f,=f,=f,=f,l", False)
+            found += [builder.extract_value(four, i) for i in range(4)]
+        return packed(builder, F32, found)
+
+    return floats(16)(types.int64), codegen
+
+
 def fewer_registers(n):
     return instruction(f"setmaxnreg.dec.sync.aligned.u32 {n};")
 
@@ -463,6 +486,21 @@ def store_floats(typingctx, acc, at, below, inverse, stored, stored_below):
         return context.get_dummy_value()
 
     return types.void(acc, at, below, inverse, stored, stored_below), codegen
+
+
+@intrinsic
+def store_state(typingctx, acc, at, inverse):
+    """All accumulators of this thread, scaled, four by four, 512 bytes apart."""
+
+    def codegen(context, builder, signature, args):
+        e, f = elements(builder, args[0]), elements(builder, args[2])
+        for j in range(len(e) // 4):
+            four = [scaled(builder, e[4 * j + i], f[half(i)]) for i in range(4)]
+            text = f"st.global.v4.f32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
+            assembly(builder, VOID, [args[1], *four], text, "l,f,f,f,f,~{memory}")
+        return context.get_dummy_value()
+
+    return types.void(acc, at, inverse), codegen
 
 
 def make_store_halves(kind):
