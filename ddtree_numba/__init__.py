@@ -19,6 +19,7 @@ from ddtree_numba.attention.merge import lse_from_flashmla, lse_from_log2, merge
 from ddtree_numba.attention.prefix_tail import prefix_attention, verify_attention_prefix_tail
 from ddtree_numba.attention.scale import DEEPSEEK_V3_SM_SCALE, KIMI_K2_SM_SCALE, yarn_sm_scale
 from ddtree_numba.attention.verify import verify_attention, workspace_bytes
+from ddtree_numba.attention.wgmma_host import AttentionPlan, plan_attention
 from ddtree_numba.step import DecodeStep
 from ddtree_numba.tree.build_tree import build_tree
 from ddtree_numba.tree.draft_tree import DraftTree
@@ -52,6 +53,7 @@ from ddtree_numba.tree.topk_logprobs import topk_logprobs
 
 __all__ = [
     "Accepted",
+    "AttentionPlan",
     "BAD_LINK",
     "BAD_TARGET",
     "DEEPSEEK_V3_SM_SCALE",
@@ -83,6 +85,7 @@ __all__ = [
     "parents_from_mask",
     "parents_from_retrieve_indices",
     "parents_from_sglang",
+    "plan_attention",
     "positions",
     "prefix_attention",
     "qlen_only_mask",

@@ -403,7 +403,7 @@ def attention(rng: Rng) -> Arguments:
 
 def verify_attention(rng: Rng) -> Arguments:
     variants = ("three_phase",) * 10 + ("auto", "three_phase_numpy", "three_phase_numpy", "flash_numpy", "flash")
-    return attention(rng) | {"variant": pick(rng, *variants)}
+    return attention(rng) | {"variant": pick(rng, *variants), "plan": None}
 
 
 def prefix_attention(rng: Rng) -> Arguments:
@@ -442,6 +442,12 @@ def lse_from_log2(rng: Rng) -> Arguments:
 def lse_from_flashmla(rng: Rng) -> Arguments:
     shape = tuple(size(rng, 0, 4) for _ in range(3))
     return {"lse": laid(rng, floats(rng, *shape)), "out": result(rng, (shape[0], shape[2], shape[1]), np.float32)}
+
+
+def plan_attention(rng: Rng) -> Arguments:
+    most = size(rng, 0, 99)
+    lengths = lengths_of(rng, size(rng, 0, 4), most)
+    return {"cache_seqlens": lengths, "num_nodes": size(rng, 1, 70), "num_heads": size(rng, 1, 9), "max_seqlen": most}
 
 
 def workspace_bytes(rng: Rng) -> Arguments:
@@ -655,6 +661,7 @@ DRAWS: dict[str, Callable[[Rng], Arguments]] = {
     "verify_attention": verify_attention,
     "prefix_attention": prefix_attention,
     "verify_attention_prefix_tail": prefix_tail,
+    "plan_attention": plan_attention,
     "workspace_bytes": workspace_bytes,
     "yarn_sm_scale": yarn_sm_scale,
     "merge_states": merge_states,

@@ -366,7 +366,7 @@ def short(value: Any) -> str:
 
 def variant_rows(*, argument: str = "variant") -> list[Row]:
     message = f"^{argument} is .*; it must be one of: "
-    things = ("wgmma", "", None, 3, ["auto"], np.array(["auto", "flash"]))
+    things = ("tcgen05", "", None, 3, ["auto"], np.array(["auto", "flash"]))
     return [Row(argument, short(thing), set_to(argument, thing), ValueError, message) for thing in things]
 
 
@@ -1535,6 +1535,7 @@ def verify_attention() -> Operator:
             ValueError,
             "^kv_cache .* has strides .* variant 'mma' reads 16 bytes at a time",
         ),
+        *wgmma_rows(),
         refused(
             "max_seqlen",
             "beyond shared memory with three_phase",
@@ -1545,6 +1546,88 @@ def verify_attention() -> Operator:
         ),
     ]
     return Operator("verify_attention", given, rows)
+
+
+def wgmma_rows() -> list[Row]:
+    """What wgmma answers; the last of these is what the simulator makes of a right call."""
+    q, cache = np.zeros((2, 3, 2, 576), np.float16), np.zeros((2, 6, 576), np.float16)
+    names = {"variant": "wgmma", "kv_lora_rank": 512, "out": None, "lse": None, "q": q, "kv_cache": cache}
+    right = several(*(set_to(name, x) for name, x in names.items()))
+    paged = several(set_to("kv_cache", np.zeros((6, 2, 576), np.float16)), made("block_table", table_of_six))
+    apart, broad = np.zeros((2, 6, 580), np.float16)[..., :576], np.broadcast_to(q[:1], q.shape)
+    heads_first = np.zeros((2, 2, 3, 576), np.float16).swapaxes(1, 2)
+    small = set_to("workspace", np.zeros(16, np.uint8))
+
+    def planned(num_heads: int, max_seqlen: int) -> Change:
+        sizes = {"num_nodes": 3, "num_heads": num_heads, "max_seqlen": max_seqlen}
+        return lambda given: given | {"plan": dd.plan_attention(np.array([3, 0], np.int32), **sizes)}
+
+    def no(argument: str, mistake: str, change: Change, answer: str, error: type[Exception] = ValueError) -> Row:
+        # On a device the answer would be that of its compute capability.
+        return refused(argument, f"{mistake} with wgmma", several(right, change), error, answer, host=True)
+
+    rows = "^variant 'wgmma' takes queries whose nodes and heads are one axis of rows"
+    maps = "^variant 'wgmma' copies rows by tensor maps: .*; here {} has strides"
+    return [
+        no("num_splits", "1", set_to("num_splits", 1), "^num_splits is 1; variant 'wgmma' shares all work out evenly"),
+        no("batch_invariant", "True", set_to("batch_invariant", True), "^batch_invariant is True; variant 'wgmma'"),
+        refused(
+            "kv_lora_rank",
+            "16 with wgmma",
+            set_to("variant", "wgmma"),
+            ValueError,
+            "^variant 'wgmma' takes kv_lora_rank = 512 and D = 576 alone",
+        ),
+        no(
+            "kv_cache",
+            "float32",
+            set_to("kv_cache", cache.astype(np.float32)),
+            "^variant 'wgmma' takes q and kv_cache both bfloat16 or both float16; here they are float16 and float32",
+            TypeError,
+        ),
+        no("q", "heads ahead of nodes", set_to("q", heads_first), rows),
+        no("q", "one for all requests", set_to("q", broad), maps.format("q_?[a-z]* .*")),
+        no("kv_cache", "rows of 1,160 bytes", set_to("kv_cache", apart), maps.format("kv_cache .*")),
+        no("block_table", "pages of 2", paged, "^variant 'wgmma' takes pages of a multiple of 64 tokens"),
+        no("workspace", "too small", small, "^workspace has 16 bytes; it must have at least"),
+        no("plan", "a number", set_to("plan", 3), "^plan is 3; it must be an AttentionPlan", TypeError),
+        no("plan", "one for other heads", planned(1, 3), "^plan is for B = 2, Q = 3, H = 1"),
+        no("plan", "one for longer prefixes", planned(2, 4), "^plan is for B = 2, Q = 3, H = 2, max_seqlen = 4"),
+        refused("plan", "3 with auto", set_to("plan", 3), ValueError, "^plan is 3; variant 'auto' takes None"),
+        Row(
+            "variant",
+            "wgmma in the simulator",
+            right,
+            ValueError,
+            "^variant 'wgmma' does not run in the simulator; its mirror is 'wgmma_numpy'",
+            host=True,
+        ),
+    ]
+
+
+def table_of_six(_: Any) -> np.ndarray:
+    return np.arange(6, dtype=np.int32).reshape(2, 3)
+
+
+def plan_attention() -> Operator:
+    def given() -> Arguments:
+        return {"cache_seqlens": np.array([300, 0, 64], np.int32), "num_nodes": 5, "num_heads": 16, "max_seqlen": 400}
+
+    rows = [
+        *array_rows("cache_seqlens", "int32"),
+        *integer_rows("num_nodes", least=1),
+        *integer_rows("num_heads", least=1),
+        *integer_rows("max_seqlen", least=0),
+        refused(
+            "num_nodes", "65536", set_to("num_nodes", 65536), ValueError, "^cache_seqlens has B = 3 and num_nodes is"
+        ),
+        refused(
+            "num_heads", "2**31", set_to("num_heads", 2**31), ValueError, "^variant 'wgmma' counts up to .* for B = 3"
+        ),
+        gives("cache_seqlens", "-1", content("cache_seqlens", 0, -1), "as 0"),
+        gives("cache_seqlens", "max_seqlen + 1", content("cache_seqlens", 0, 401), "as max_seqlen"),
+    ]
+    return Operator("plan_attention", given, rows)
 
 
 def prefix_attention() -> Operator:
@@ -1714,6 +1797,26 @@ def workspace_bytes() -> Operator:
             set_to("variant", "mma"),
             ValueError,
             "^variant 'mma' takes kv_lora_rank = 512 and D = 576 alone",
+        ),
+        refused(
+            "variant",
+            "wgmma, with other widths",
+            set_to("variant", "wgmma"),
+            ValueError,
+            "^variant 'wgmma' takes kv_lora_rank = 512 and D = 576 alone",
+        ),
+        refused(
+            "num_splits",
+            "1 with wgmma",
+            several(set_to("variant", "wgmma"), set_to("num_splits", 1)),
+            ValueError,
+            "^num_splits is 1; variant 'wgmma' shares all work out evenly and takes None",
+        ),
+        gives(
+            "variant",
+            "wgmma, with its widths",
+            several(*(set_to(*x) for x in {"variant": "wgmma", "kv_lora_rank": 512, "qk_rope_head_dim": 64}.items())),
+            "bytes for it",
         ),
         refused(
             "kv_lora_rank",
@@ -2518,6 +2621,7 @@ OPERATORS: list[Operator] = [
     verify_attention(),
     prefix_attention(),
     verify_attention_prefix_tail(),
+    plan_attention(),
     workspace_bytes(),
     yarn_sm_scale(),
     merge_states(),

@@ -18,6 +18,7 @@ from test_target_probs import check as check_probs
 from tree_cases import check_topk, check_trees
 
 import ddtree_numba as dd
+from ddtree_numba.attention import schedule
 from ddtree_numba.device import arrays
 from ddtree_numba.tree.draft_tree import DTYPES
 from ddtree_numba.tree.encodings import _check_tree
@@ -540,6 +541,26 @@ def check_gather(before: Arguments, found: Any, after: Arguments) -> None:
     assert found.tobytes() == wanted.tobytes(), "FAIL: other bytes"
 
 
+def check_plan(before: Arguments, found: Any, after: Arguments) -> None:
+    lengths, num_nodes, num_heads, most = before.values()
+    assert (found.batch, found.num_nodes, found.num_heads, found.max_seqlen) == (
+        len(lengths),
+        num_nodes,
+        num_heads,
+        most,
+    )
+    if found.batch == 0:
+        return
+    exact = schedule.mirror(lengths, num_nodes, most, -(-num_nodes * num_heads // 64), found.blocks)
+    pieces = found.pieces.to_host()
+    for c, wanted in enumerate(exact):
+        n, taken = c, []
+        while n >= 0 and pieces[n, schedule.COUNT]:
+            taken.append(tuple(int(x) for x in pieces[n, : schedule.NEXT]))
+            n = int(pieces[n, schedule.NEXT])
+        assert taken == wanted, f"FAIL: block {c} has {taken}, not {wanted}"
+
+
 def check_workspace(before: Arguments, found: Any, after: Arguments) -> None:
     assert type(found) is int and found >= 0 and found % 16 == 0, f"FAIL: {found!r}"
 
@@ -581,6 +602,7 @@ CHECKS: dict[str, Callable[[Arguments, Any, Arguments], None]] = {
     "verify_attention": check_attention("all"),
     "prefix_attention": check_attention("prefix"),
     "verify_attention_prefix_tail": check_prefix_tail,
+    "plan_attention": check_plan,
     "workspace_bytes": check_workspace,
     "yarn_sm_scale": check_scale,
     "merge_states": check_merge,

@@ -27,6 +27,8 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from ddtree_numba.device import runtime
+
 TILE_ROWS = TILE_KEYS = 64
 TILE, PIECE, MERGE = 1450, 4500, 4000  # nanoseconds on an H200: a key tile, a piece beside its tiles, merging
 
@@ -125,8 +127,7 @@ def slots(row_tiles, blocks):
 RUN, LENGTH, SHARE, CUT, ITEMS, SPLITS, HEADER = 0, 1, 2, 3, 4, 5, 8
 REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
 BEGIN, END, ITEM_FIELDS = 2, 3, 4  # of an item beside request and row tile: its run on the line
-THREADS = 256
-
+THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 
 
 @_device

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddtree_numba.attention import flash, mma, three_phase, tuned
+from ddtree_numba.attention import flash, mma, three_phase, tuned, wgmma_host
 from ddtree_numba.attention.problem import Problem, make_problem
-from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of
+from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of, shown
 
 FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
-VARIANTS = ("auto", "three_phase", "three_phase_numpy", "flash", "flash_numpy", "mma", "mma_numpy")
+VARIANTS = (
+    "auto",
+    "three_phase",
+    "three_phase_numpy",
+    "flash",
+    "flash_numpy",
+    "mma",
+    "mma_numpy",
+    "wgmma",
+    "wgmma_numpy",
+)
 
 
 def verify_attention(
@@ -30,6 +40,7 @@ def verify_attention(
     lse: Any = None,
     out_dtype: Any = None,
     workspace: Any = None,
+    plan: Any = None,
     validate: bool = False,
 ) -> tuple[Any, Any]:
     """MLA attention of a draft tree in absorbed form: each node attends to the prefix and to its own ancestors.
@@ -71,11 +82,15 @@ def verify_attention(
     batch_invariant : bool
         A row's bits must not depend on the other requests. flash and mma then split every 2,048 keys; three_phase, and
         the others with ``num_splits``, always keep this.
-    variant : {"auto", "three_phase", "flash", "mma", "three_phase_numpy", "flash_numpy", "mma_numpy"}
+    variant : {"auto", "three_phase", "flash", "mma", "wgmma", and each but "auto" with _numpy behind it}
         "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths;
         what profiling/tune.py found on this GPU comes first (docs/profiling.md).
         "mma": tensor cores, for q and a cache both bfloat16 or both float16, R = 512, P = 64, rows that can be read 16
         bytes at a time, compute capability 8.0 and later; "auto" does not take it.
+        "wgmma": Hopper's tensor cores, compute capability 9.x, for the same dtypes and widths; nodes and heads of q one
+        axis of rows, pages of a multiple of 64 tokens or a contiguous cache, no num_splits, no batch_invariant
+        (docs/wgmma.md). Its first call for a dtype, out_dtype and kind of mask compiles for some 11 seconds; "auto"
+        does not take it.
         Those in _numpy are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
@@ -84,8 +99,10 @@ def verify_attention(
     out_dtype : dtype, optional
         float32, float16 or bfloat16; default: that of q.
     workspace : array, optional
-        Scratch memory for flash and mma in place of a new array: `workspace_bytes` bytes of any dtype, in C order, at
-        an address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
+        Scratch memory for flash, mma and wgmma in place of a new array: `workspace_bytes` bytes of any dtype, in C
+        order, at an address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
+    plan : AttentionPlan, optional
+        For wgmma: what `plan_attention` made of the lengths, for all layers of a step. Default: a call makes its own.
     validate : bool
         Also check contents (lengths, live table entries, mask bits), which copies them to the host.
 
@@ -103,7 +120,8 @@ def verify_attention(
     ValueError
         A wrong shape, alignment, device, scale, bound or variant; an output that overlaps an input; with ``validate``,
         wrong contents; a workspace that is too small; with three_phase, a score row that exceeds the GPU's shared
-        memory; with flash, a kv_lora_rank above 1,024; with mma, other widths or strides than it takes.
+        memory; with flash, a kv_lora_rank above 1,024; with mma and wgmma, other widths, strides, pages or options than
+        they take; a plan for other sizes.
     RuntimeError
         There is no usable GPU and the simulator is off.
 
@@ -119,6 +137,8 @@ def verify_attention(
     num_splits, batch_invariant = require_splits(num_splits), require_flag("batch_invariant", batch_invariant)
     if variant.startswith("three_phase") and num_splits not in (None, 1):
         raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
+    if plan is not None and variant != "wgmma":
+        raise ValueError(f"plan is {shown(plan)}; variant {variant!r} takes None, variant 'wgmma' an AttentionPlan")
     problem = make_problem(
         q,
         kv_cache,
@@ -145,6 +165,11 @@ def verify_attention(
         mma.run(problem, mma.plan_of(problem, num_splits, batch_invariant))
     elif variant == "mma_numpy":
         mma.run_mirror(problem, mma.plan_of(problem, num_splits, batch_invariant))
+    elif variant == "wgmma":
+        wgmma_host.check(problem, num_splits, batch_invariant, plan)
+        wgmma_host.run(problem, plan)
+    elif variant == "wgmma_numpy":
+        wgmma_host.run_mirror(problem, num_splits, batch_invariant)
     else:
         flash.run(problem, flash.plan_of(problem, num_splits, batch_invariant, tuned=found))
     return problem.results
@@ -244,6 +269,10 @@ def workspace_bytes(
     batch_invariant = require_flag("batch_invariant", batch_invariant)
     prefix_tail = require_flag("prefix_tail", prefix_tail)
     require_one_of("variant", variant, VARIANTS)
+    if variant.startswith("wgmma"):
+        wgmma_host.require_alone(variant, require_splits(num_splits), batch_invariant)
+        head_dim = kv_lora_rank + qk_rope_head_dim
+        return wgmma_host.workspace_bytes(variant, batch, num_nodes, num_heads, kv_lora_rank, head_dim, max_seqlen)
     if variant.startswith("mma"):
         plan = mma.make_plan(
             batch,

@@ -84,8 +84,8 @@ def launch(
         Grid (x, y, z).
     threads : int
         Threads a block.
-    args : tuple of View, numpy.int32 and numpy.float32
-        The first is a View, whose place and kind decide device and stream.
+    args : tuple of View, numpy.int32, numpy.float32 and tuples of int
+        The place and kind of the first View decide device and stream. A tuple arrives as one of int64.
     results : int
         How many of the last arguments are written to. Host arrays are copied to the device, and these copied back.
     shared_bytes : int
@@ -97,18 +97,24 @@ def launch(
         There is no usable GPU and the simulator is off.
     """
     runtime.require_backend()
+    device = first_view(args).device
     if runtime.SIMULATOR:
         _simulate(kernel, blocks, threads, args, shared_bytes)
-    elif args[0].device == HOST:
+    elif device == HOST:
         on_device = tuple(copy_in(a) if isinstance(a, View) else a for a in args)
         _launch(kernel, blocks, threads, on_device, shared_bytes)
         for home, copy in zip(args[-results:], on_device[-results:], strict=True):
             copy_out(home, copy)
-    elif args[0].device == cuda.get_current_device().id:
+    elif device == cuda.get_current_device().id:
         _launch(kernel, blocks, threads, args, shared_bytes)
     else:
-        with cuda.gpus[args[0].device]:
+        with cuda.gpus[device]:
             _launch(kernel, blocks, threads, args, shared_bytes)
+
+
+def first_view(args: tuple[Any, ...]) -> View:
+    """The argument whose place and kind decide device and stream."""
+    return next(a for a in args if isinstance(a, View))
 
 
 def copy_in(x: View) -> View:
@@ -125,16 +131,19 @@ def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple
     from cuda.core import LaunchConfig
     from cuda.core import launch as core_launch
 
-    function = _compiled(kernel, args[0].device, type_keys(args))
+    where = first_view(args)
+    function = _compiled(kernel, where.device, type_keys(args))
     # What Numba's own launch would prepare from its device arrays, made from the views, which is much faster.
     words: list[Any] = []
     for a in args:
         if isinstance(a, View):
             words += [0, 0, math.prod(a.shape), a.dtype.itemsize, a.pointer, *a.shape, *a.strides]
+        elif isinstance(a, tuple):
+            words += a
         else:
             words.append(ctypes.c_float(float(a)) if isinstance(a, np.float32) else ctypes.c_int32(int(a)))
     config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
-    core_launch(_caller_stream(args[0].kind, args[0].device), config, function.kernel, *words)
+    core_launch(_caller_stream(where.kind, where.device), config, function.kernel, *words)
 
 
 def _caller_stream(kind: str, device: int) -> Any:
@@ -150,11 +159,16 @@ def _caller_stream(kind: str, device: int) -> Any:
 
 
 def type_keys(args: tuple[Any, ...]) -> tuple[tuple[np.dtype[Any], int, str], ...]:
-    """What a kernel is compiled for, argument by argument: dtype, rank (0: a scalar), layout ("C" order or "A" any)."""
+    """What a kernel is compiled for, argument by argument: dtype, rank (0: a scalar), layout ("C" order or "A" any).
+
+    Of a tuple: int64, how many, "tuple".
+    """
     keys = []
     for a in args:
         if isinstance(a, View):
             keys.append((kernel_dtype(a.dtype), len(a.shape), "C" if a.in_c_order else "A"))
+        elif isinstance(a, tuple):
+            keys.append((np.dtype(np.int64), len(a), "tuple"))
         else:
             keys.append((a.dtype, 0, ""))
     return tuple(keys)
@@ -162,8 +176,14 @@ def type_keys(args: tuple[Any, ...]) -> tuple[tuple[np.dtype[Any], int, str], ..
 
 def signature(keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> tuple[Any, ...]:
     """Numba's types for `type_keys`."""
-    scalars = [(getattr(types, dtype.name), rank, layout) for dtype, rank, layout in keys]
-    return tuple(types.Array(scalar, rank, layout) if rank else scalar for scalar, rank, layout in scalars)
+    found: list[Any] = []
+    for dtype, rank, layout in keys:
+        scalar = getattr(types, dtype.name)
+        if layout == "tuple":
+            found.append(types.UniTuple(scalar, rank))
+        else:
+            found.append(types.Array(scalar, rank, layout) if rank else scalar)
+    return tuple(found)
 
 
 @functools.cache
