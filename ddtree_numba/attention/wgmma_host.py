@@ -226,7 +226,8 @@ def _counts(batch: int, num_nodes: int, num_heads: int, max_seqlen: int, device:
     sizes = Sizes(batch, num_nodes, num_heads, multiprocessors(device))
     places = batch * sizes.row_tiles * -(-(max_seqlen + num_nodes) // KEYS) + sizes.blocks
     pieces = int(schedule.most_pieces(batch, sizes.row_tiles, sizes.blocks)) * schedule.PIECE_FIELDS
-    most = max(places, pieces, sizes.slots * ROWS, batch * sizes.row_tiles * ROWS)
+    rows = max(batch, 1) * sizes.row_tiles * ROWS
+    most = max(places, pieces, sizes.slots * ROWS, rows, max_seqlen + num_nodes)
     if most < 2**31:
         return ""
     return (
