@@ -9,6 +9,9 @@ move, as the functions beside it count, over microseconds. peers.py has the peer
 - tiles: rows and keys of its tiles, as it chose them. The variant flash_small has nothing but the smaller ones.
 - splits: "even" is the default, even parts of all work; else num_splits, or the keys of a part with batch_invariant.
 
+`wgmma`, measured in 16 bits on GPUs of compute capability 9.x, makes a plan in each call, by one more kernel;
+wgmma_planned is the same with a plan made before, as all layers of a step but the first have it.
+
 Needs PyTorch and nvidia-ml-py.
 """
 
@@ -31,6 +34,8 @@ import ddtree_numba as dd
 from ddtree_numba import kdtr
 from ddtree_numba.attention import flash, three_phase, verify
 from ddtree_numba.check import LSE_BOUND, reference_files
+from ddtree_numba.device.launch import compute_capability
+from ddtree_numba.device.runtime import SIMULATOR
 
 KV_LORA_RANK, HEAD_DIM = 512, 576  # reference files of other widths are left to `python -m ddtree_numba check`
 MOST_SCORES = 1 << 27  # of a piece of the float64 reference: 1 GB
@@ -48,6 +53,8 @@ WAYS: dict[tuple[str, str], dict[str, Any]] = {
     ("flash_small", EVEN): {"variant": "flash"},
 }
 
+HOPPER = (("wgmma", ""), ("wgmma_planned", ""))
+
 SUSTAINED = ((8, 64, 9, 2048), (32, 64, 9, 8192))  # shapes whose sustained times are measured
 
 Way = tuple[str, str]
@@ -62,7 +69,7 @@ def beside(*names: str) -> tuple[Way, ...]:
 BESIDE_EAGER = beside("torch_eager")
 BESIDE_TRITON = beside("triton")
 BESIDE_BOTH = beside("torch_eager", "triton")
-BESIDE_MOST = beside("torch_eager", "torch_compiled", "torch_sdpa", "triton", "flashinfer", "flashmla")
+BESIDE_MOST = (*beside("torch_eager", "torch_compiled", "torch_sdpa", "triton", "flashinfer", "flashmla"), *HOPPER)
 FLEX = (("torch_flex", ""),)  # for few shapes: it is compiled anew for each, which takes seconds
 USUAL = (("three_phase", ""), BESIDE_MOST[0], ("flash_small", EVEN), *BESIDE_MOST[1:])
 IN_PARTS = (*BESIDE_BOTH, ("flash", "1"), ("flash", CHUNKS))
@@ -100,7 +107,7 @@ SWEEPS = {
     "Q sweep": Sweep((1, 2, 5, 9, 17, 33, 65), (5, 17, 65), (8, 64, 0, 2048), BESIDE_BOTH, BESIDE_MOST),
     "H sweep": Sweep((8, 16, 32, 64, 128), (16, 64, 128), (8, 0, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
     "B sweep": Sweep((1, 2, 8, 32, 64), (2, 8, 32), (0, 64, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
-    "page sweep": Sweep((1, 16, 32, 64, 256), (1, 16, 64), (8, 64, 9, 2048), BESIDE_EAGER[:1], BESIDE_TRITON),
+    "page sweep": Sweep((1, 16, 32, 64, 256), (1, 16, 64), (8, 64, 9, 2048), BESIDE_EAGER[:1], BESIDE_TRITON + HOPPER),
 }
 
 
@@ -109,7 +116,7 @@ def swept(name: str, quick: bool) -> list[Case]:
     sweep, found = SWEEPS[name], []
     for dtype, ways in (("float32", sweep.float32), ("bfloat16", sweep.bfloat16)):
         for size in sweep.few if quick else sweep.sizes:
-            some = tuple(way for way in ways if not quick or way in BESIDE_BOTH)
+            some = tuple(way for way in ways if not quick or way in (*BESIDE_BOTH, *HOPPER))
             case = Case(sweep.shape, dtype, ways=some, sweep=name)
             if name == "page sweep":
                 found.append(case._replace(page_size=size))
@@ -351,6 +358,8 @@ def rows_of(
     for variant, splits in (*case.ways, *((other, "") for other in others)):
         if variant == "three_phase" and work > THREE_PHASE_FLOPS:
             continue
+        if (variant, splits) in HOPPER and not takes_wgmma(dtype, case.page_size):
+            continue
         if variant == "flash_small" and taken == small:
             continue  # flash itself has just taken these
         bound, lse_bound = limits["three_phase" if variant == "three_phase" else "flash"], LSE_BOUND
@@ -359,6 +368,8 @@ def rows_of(
                 continue
             bound, lse_bound = peers.BOUNDS[dtype]
             make = partial(gpu.peer, variant, inputs, results, sm_scale)
+        elif (variant, splits) in HOPPER:
+            make = partial(of_wgmma, inputs, results, sm_scale, variant == "wgmma_planned")
         elif variant in others:
             if dtype == "float32":
                 bound = peers.BOUNDS[dtype][0]  # the bounds of ours follow from the order of our sums
@@ -376,6 +387,20 @@ def rows_of(
         if variant == "flash":
             taken = found.get("tiles", "")
         yield with_rate(with_rate(found, "tflops", work), "gb_per_s", nbytes)
+
+
+def takes_wgmma(dtype: str, page_size: int) -> bool:
+    """Whether the variant takes a case on this GPU."""
+    return not SIMULATOR and compute_capability(-1)[0] == 9 and dtype != "float32" and page_size % 64 == 0
+
+
+def of_wgmma(inputs: dict[str, Any], results: Any, sm_scale: float, planned: bool) -> peers.Peer:
+    """A call of wgmma, with a plan that is made here, or without one."""
+    _, num_nodes, num_heads, _ = inputs["q"].shape
+    lengths, plan = inputs["cache_seqlens"], None
+    if planned:
+        plan = dd.plan_attention(lengths, num_nodes=num_nodes, num_heads=num_heads, max_seqlen=int(max(lengths)))
+    return bound_to(dd.verify_attention, inputs, results, sm_scale, variant="wgmma", plan=plan)
 
 
 def bound_to(operator: Operator, inputs: dict[str, Any], results: Any, sm_scale: float, **way: Any) -> peers.Peer:
