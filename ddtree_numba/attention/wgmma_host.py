@@ -109,41 +109,51 @@ class Part(NamedTuple):
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def plan_parts(sizes: Sizes) -> list[Part]:
+@functools.lru_cache(maxsize=1024)
+def plan_parts(sizes: Sizes) -> tuple[Part, ...]:
     """What `plan_blocks` writes."""
     pieces = int(schedule.most_pieces(sizes.batch, sizes.row_tiles, sizes.blocks))
-    return [
+    return (
         Part("plan", (schedule.HEADER + sizes.batch + 1,), "int32"),
         Part("pieces", (pieces, schedule.PIECE_FIELDS), "int32"),
         Part("items", (sizes.slots, schedule.ITEM_FIELDS), "int32"),
-    ]
+    )
 
 
-def state_parts(sizes: Sizes) -> list[Part]:
+@functools.lru_cache(maxsize=1024)
+def state_parts(sizes: Sizes) -> tuple[Part, ...]:
     """What `wgmma` leaves for itself, its tensor maps, and for `combine`."""
-    return [
+    return (
         Part("maps", (sizes.blocks * 64,), "int64"),
         Part("states", (sizes.slots, ROWS, R), "float32"),
         Part("state_lses", (sizes.slots, ROWS), "float32"),
-    ]
+    )
 
 
-def bytes_of(parts: list[Part]) -> int:
+@functools.lru_cache(maxsize=1024)
+def bytes_of(parts: tuple[Part, ...]) -> int:
     """Bytes that hold the parts wherever the memory begins, if at a multiple of 16."""
     return sum(part.nbytes for part in parts) + ALIGNMENT - 16
 
 
-def cut(memory: View, parts: list[Part]) -> dict[str, View]:
+def cut(memory: View, parts: tuple[Part, ...]) -> dict[str, View]:
     """The parts as views of one array."""
-    found, at = {}, -(-memory.pointer // ALIGNMENT) * ALIGNMENT
+    start = -(-memory.pointer // ALIGNMENT) * ALIGNMENT
+    return {
+        name: View(name, memory.kind, memory.device, start + offset, shape, strides, dtype, False, memory.owner)
+        for name, offset, shape, strides, dtype in places(parts)
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def places(parts: tuple[Part, ...]) -> tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], np.dtype[Any]], ...]:
+    """Name, offset, shape, strides and dtype of each part; remembered, since each call asks for them."""
+    found, offset = [], 0
     for part in parts:
         dtype = np.dtype(part.dtype)
-        strides = contiguous_strides(part.shape, dtype.itemsize)
-        found[part.name] = replace(
-            memory, name=part.name, pointer=at, shape=part.shape, strides=strides, dtype=dtype, read_only=False
-        )
-        at += part.nbytes
-    return found
+        found.append((part.name, offset, part.shape, contiguous_strides(part.shape, dtype.itemsize), dtype))
+        offset += part.nbytes
+    return tuple(found)
 
 
 def workspace_bytes(
@@ -431,10 +441,10 @@ def check(problem: Problem, num_splits: int | None, batch_invariant: bool, plan:
     require("wgmma", _backend())
 
 
-def parts_of(problem: Problem, plan: AttentionPlan | None) -> list[Part]:
+def parts_of(problem: Problem, plan: AttentionPlan | None) -> tuple[Part, ...]:
     """The parts of a call's workspace."""
     sizes = sizes_of(problem)
-    return state_parts(sizes) + (plan_parts(sizes) if plan is None else [])
+    return state_parts(sizes) + (plan_parts(sizes) if plan is None else ())
 
 
 def sizes_of(problem: Problem) -> Sizes:
@@ -505,7 +515,7 @@ def rows_of(target: View, alignment: int) -> View:
     batch, num_nodes, num_heads, *columns = target.shape
     shape = (batch, num_nodes * num_heads, *columns)
     if not (target.in_c_order and target.pointer % alignment == 0):
-        target = view(target.name, empty(target, shape, kernel_dtype(target.dtype)))
+        target = view(target.name, empty(target, shape, target.dtype))
     return replace(target, shape=shape, strides=contiguous_strides(shape, target.dtype.itemsize))
 
 
