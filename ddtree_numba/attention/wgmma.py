@@ -141,15 +141,15 @@ def words_seen(mask, b, node, first, num_nodes, column):
 @device
 def bools_seen(mask, b, node, first, num_nodes, column):
     found = u64(0)
-    for m in range(8):
-        for e in range(2):
-            c = 8 * m + column + e
-            t = first + c
-            on = t < 0
-            if t >= 0 and t < num_nodes:
-                on = mask[b, node, t] & 1 != 0
-            if on:
-                found |= u64(1) << u64(c)
+    c = column
+    while c < 64:
+        t = i32(first + c)
+        on = t < 0
+        if t >= 0 and t < num_nodes:
+            on = mask[b, node, t] & 1 != 0
+        if on:
+            found |= u64(1) << u64(c)
+        c = i32(c + (7 if c & 1 else 1))
     return found
 
 
@@ -292,7 +292,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         """Scores of a tile whose first key is tree column ``tree``, -inf where a row's node does not see a key."""
         b = pieces[n, REQUEST]
         first = pieces[n, ROW_TILE] * 64 + row_here()
-        column = (lane_here() & 3) * 2
+        column = i32((lane_here() & 3) * 2)
         node = min(over(first, num_heads), num_nodes - 1)
         other = min(over(first + 8, num_heads), num_nodes - 1)
         seen = seen_by(mask, b, node, tree, num_nodes, column) >> u64(column)
@@ -464,7 +464,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             mbarrier_expect(bar + FULL_A + 8 * k, BOX)
                             copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
                         page = ahead
-                        u += 1
+                        u = i32(u + 1)
                         j = i32(j + 2)
                     n = pieces[n, NEXT]
                     i += 1
@@ -498,7 +498,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             mbarrier_expect(bar + FULL_B + 8 * k, BOX)
                             copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
                         page = ahead
-                        u += 1
+                        u = i32(u + 1)
                         j = i32(j + 2)
                     n = pieces[n, NEXT]
             return  # in here: code of the consumers behind this would get the producers' registers
@@ -509,7 +509,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         if warp < 4:
             # Warpgroup 0: tiles A, columns 0 .. 255
             full = bar + FULL_A
-            u = 0
+            u = i32(0)
             n = i32(cuda.blockIdx.x)
             while n >= 0:
                 count = pieces[n, COUNT]
@@ -517,12 +517,12 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
+                ahead = i32(pieces[n, PREFIX] - pieces[n, FIRST] * 64)
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)  # reference of o and l
                 rp = (LOWEST, LOWEST)  # of the next probabilities
                 l = (ZERO, ZERO)
-                live = ahead + num_nodes
+                live = i32(ahead + num_nodes)
                 if live < 64:
                     wait_whole(full, u & 1)
                     clear_rows(s0 + KEYS_A, live)
@@ -532,14 +532,14 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     named_arrive(QK_A_ISSUED, 256)
                 s = wait_s(s)
                 stamp(maps, 3 + (pieces[n, ORDER] & 1) * 5)
-                u += 1
+                u = i32(u + 1)
                 j = i32(0)
                 while j < count:
                     if j + 2 >= count:
                         if lane_here() == 0:
                             mbarrier_arrive(bar + QUERY_FREE)
                     # softmax of A, under QK(B)
-                    tree = j * 64 - ahead
+                    tree = i32(j * 64 - ahead)
                     if tree > -64:
                         s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                     x = exp_tile(s, rp, scale)
@@ -578,7 +578,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             o = scale_tile(o, f)
                             l = rows_times(l, f)
                         if j + 2 < count:
-                            live = ahead + num_nodes - (j + 2) * 64
+                            live = i32(ahead + num_nodes - (j + 2) * 64)
                             if live < 64:
                                 wait_whole(full, u & 1)
                                 clear_rows(s0 + KEYS_A, live)
@@ -594,7 +594,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             if j + 3 < count:
                                 named_arrive(QK_A_ISSUED, 256)
                             s = wait_s(s)
-                            u += 1
+                            u = i32(u + 1)
                         else:
                             o = pv_b_left(o, dq, dv)
                             o = wait_o(o)
@@ -636,7 +636,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
             full = bar + FULL_B
-            u = 0
+            u = i32(0)
             n = i32(cuda.blockIdx.x)
             while n >= 0:
                 count = pieces[n, COUNT]
@@ -644,7 +644,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
+                ahead = i32(pieces[n, PREFIX] - pieces[n, FIRST] * 64)
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)
                 rp = (LOWEST, LOWEST)
@@ -657,7 +657,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 j = i32(0)
                 while j < count:
                     if j + 1 < count:
-                        live = ahead + num_nodes - (j + 1) * 64
+                        live = i32(ahead + num_nodes - (j + 1) * 64)
                         if live < 64:
                             wait_whole(full, u & 1)
                             clear_rows(s0 + KEYS_B, live)
@@ -668,11 +668,11 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                         s = scores_b(qk0_b(undefined(), dq, dq), full, u & 1, dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
-                        u += 1
+                        u = i32(u + 1)
                         if j + 3 >= count:
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + QUERY_FREE)
-                        tree = (j + 1) * 64 - ahead
+                        tree = i32((j + 1) * 64 - ahead)
                         if tree > -64:
                             s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                         m = tile_max(s)
@@ -751,7 +751,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
 
 
 COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
-FEW_SPLITS = 8
+FEW_SPLITS = 16
 
 
 @functools.cache
