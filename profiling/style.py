@@ -82,6 +82,8 @@ LOOKS = {
     "heap": Look("GPU heap", "green", "s", True),
     "threshold": Look("threshold", "blue", "o", True),
     "rounds": Look("rounds", "green", "s", True),
+    "breadth_first": Look("breadth first", "blue", "o", True),
+    "depth_first": Look("depth first", "blue", "o", True),
     "torch_eager": Look("PyTorch eager", "vermilion", "^"),
     "torch_compile": Look("torch.compile", "brown", "v"),
     "torch_compiled": Look("torch.compile", "brown", "v"),

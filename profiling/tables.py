@@ -21,8 +21,11 @@ H200 = ROOT / "profiling" / "results" / "nvidia-h200" / "verify_attention.csv"
 TREES = H200.with_name("trees.csv")
 ERRORS = H200.with_name("attention_error.csv")
 MERGES = H200.with_name("merge_states.csv")
+ENCODINGS = H200.with_name("encodings.csv")
 ACCEPTS = H200.with_name("accept.csv")
 DECODED = H200.with_name("decode_tokens.csv")
+SAMPLED = H200.with_name("decode_samples.csv")
+DECODING = H200.with_name("decode.csv")
 
 BUILDERS = {"frontier": "`frontier`", "heap": "`heap`", "cpu_heap": "heap on the CPU"}
 TOPK = {"threshold": "`threshold`", "rounds": "`rounds`", "torch_topk": "torch.topk", "torch_eager": "with logsumexp"}
@@ -336,6 +339,18 @@ def chain_sentence(rows: list[dict[str, str]]) -> str:
     )
 
 
+def encodings_table(rows: Rows) -> str:
+    """Microseconds of each conversion between encodings, by the size of the batch of trees."""
+    sizes = sorted(in_order(rows, "B", "Q"), key=lambda size: (int(size[1]), int(size[0])))
+    lines: list[Sequence[str]] = [("", *(f"B,Q = {','.join(size)}" for size in sizes))]
+    for operator, variant in in_order(rows, "operator", "variant"):
+        some = {(row["B"], row["Q"]): row for row in rows if (row["operator"], row["variant"]) == (operator, variant)}
+        way = "" if variant == operator else ", NumPy on the CPU" if variant == "numpy" else f", {variant}"
+        times = (number(some[size]["microseconds"]) if size in some else "–" for size in sizes)
+        lines.append((f"`{operator}`{way}", *times))
+    return markdown(*lines)
+
+
 # Accepting
 
 
@@ -502,6 +517,34 @@ def decode_sentence(rows: Rows) -> str:
     )
 
 
+def law_sentence(rows: Rows) -> str:
+    """How probable the sampled beginnings are under the model's law, and under a flatter one."""
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in ("tree", "chain")}
+    (tree,), (chain,) = modes.values()
+    if tree["p_value"] == chain["p_value"]:
+        found = f"the same p = {tree['p_value']} in modes `tree` and `chain`"
+    else:
+        found = f"p = {tree['p_value']} in mode `tree` and {chain['p_value']} in mode `chain`"
+    flatter = max(float(row["flatter_p_value"]) for row in rows)
+    return (
+        f"Of {int(tree['samples']):,} sampled replies the beginnings of three tokens, {tree['beginnings']} of them "
+        f"possible, follow the model's own law: a chi-square test has {found}, with {tree['acceptance_length']} and "
+        f"{chain['acceptance_length']} accepted a step. Against the law of a temperature a fifth higher the same "
+        f"samples have p = {flatter:.4f}."
+    )
+
+
+def decode_table(rows: Rows) -> str:
+    """Milliseconds a step of each stage of decoding text, and what comes of it."""
+    stages = ("draft", "build", "verify", "accept", "step")
+    lines: list[Sequence[str]] = [("B", "mode", *stages, "accepted a step", "tokens/s")]
+    for row in rows:
+        times = (f"{float(row[f'{stage}_ms']):.1f}" for stage in stages)
+        accepted = f"{float(row['acceptance_length']):.2f}"
+        lines.append((row["B"], f"`{row['mode']}`", *times, accepted, number(row["tokens_per_second"])))
+    return markdown(*lines)
+
+
 # Putting them into the pages
 
 
@@ -529,6 +572,7 @@ QUOTES = (
     Quote("docs/numerics.md", "long rows", ERRORS, (error_table,)),
     Quote("docs/numerics.md", "growth", ERRORS, (error_sentence,)),
     Quote("docs/merge_states.md", "merge", MERGES, (merge_table,)),
+    Quote("docs/tree_encodings.md", "encodings", ENCODINGS, (encodings_table,)),
     Quote("docs/accept.md", "argmax", ACCEPTS, (argmax_table,)),
     Quote("docs/accept.md", "greedy", ACCEPTS, (greedy_table,)),
     Quote("docs/accept.md", "sampled", ACCEPTS, (sampled_table,)),
@@ -538,6 +582,8 @@ QUOTES = (
     Quote("docs/step.md", "step", ACCEPTS, (step_sentence,)),
     Quote("docs/step.md", "stages", ACCEPTS, (stages_table,)),
     Quote("docs/decode.md", "decode", DECODED, (decode_sentence,)),
+    Quote("docs/decode.md", "law", SAMPLED, (law_sentence,)),
+    Quote("docs/decode.md", "stages", DECODING, (decode_table,)),
 )
 
 

@@ -27,6 +27,8 @@ sys.path.insert(0, str(ROOT / "profiling"))
 
 import bench_accept  # noqa: E402
 import bench_attention_error  # noqa: E402
+import bench_decode  # noqa: E402
+import bench_encodings  # noqa: E402
 import bench_merge_states  # noqa: E402
 import bench_trees  # noqa: E402
 import bench_verify_attention  # noqa: E402
@@ -38,6 +40,8 @@ ROWS = tables.read_rows()
 TREE_ROWS = tables.tree_rows()
 ERROR_ROWS, MERGE_ROWS = tables.read_rows(tables.ERRORS), tables.read_rows(tables.MERGES)
 ACCEPT_ROWS = tables.read_rows(tables.ACCEPTS)
+ENCODING_ROWS = tables.read_rows(tables.ENCODINGS)
+SAMPLED_ROWS, DECODING_ROWS = tables.read_rows(tables.SAMPLED), tables.read_rows(tables.DECODING)
 needs_tree_rows = pytest.mark.skipif(not TREE_ROWS, reason=f"{tables.TREES.name} is not measured yet")
 needs_error_rows = pytest.mark.skipif(not ERROR_ROWS, reason=f"{tables.ERRORS.name} is not measured yet")
 needs_merge_rows = pytest.mark.skipif(not MERGE_ROWS, reason=f"{tables.MERGES.name} is not measured yet")
@@ -123,6 +127,35 @@ def test_accept_rows_are_complete_and_say_what_was_measured_and_on_what():
     for row in ACCEPT_ROWS:  # nothing is faster than the memory, but that results may stay in L2
         if row["gb_per_s"]:
             assert float(row["gb_per_s"]) < 2 * float(copy["gb_per_s"]), row
+
+
+def test_encoding_rows_are_complete_and_say_what_was_measured_and_on_what():
+    conversions = [*((name, name) for name in bench_encodings.CONVERSIONS), ("mask_from_parents", "numpy")]
+    conversions += [("relabel", order) for order in bench_encodings.ORDERS]
+    expected = {(*of, str(batch), str(nodes)) for of in conversions for batch, nodes in bench_encodings.SIZES}
+    found = [tuple(row[name] for name in ("operator", "variant", "B", "Q")) for row in ENCODING_ROWS]
+    assert len(found) == len(set(found)) and set(found) == expected
+    for row in ENCODING_ROWS:
+        assert_measured(row)
+        assert float(row["microseconds"]) > 0 and row["checked"] and int(row["repeats"]) >= 3
+
+
+def test_samples_of_both_modes_follow_the_law_and_not_a_flatter_one():
+    assert [row["mode"] for row in SAMPLED_ROWS] == list(bench_decode.MODES)
+    for row in SAMPLED_ROWS:
+        assert int(row["samples"]) == bench_decode.SAMPLES and re.fullmatch("[0-9a-f]{40}", row["commit"])
+        assert float(row["p_value"]) > bench_decode.LEAST_PROBABLE > float(row["flatter_p_value"])
+
+
+def test_decoding_rows_have_every_mode_alone_and_together_and_their_stages_are_the_step():
+    modes = (*bench_decode.MODES, "autoregressive")
+    found = [(row["B"], row["mode"]) for row in DECODING_ROWS]
+    assert found == [(str(batch), mode) for batch in (1, bench_decode.BATCH) for mode in modes]
+    for row in DECODING_ROWS:
+        stages = sum(float(row[f"{stage}_ms"]) for stage in bench_decode.STAGES)
+        assert float(row["step_ms"]) == pytest.approx(stages, abs=0.003)
+        rate = 1e3 * int(row["tokens"]) / int(row["steps"]) / float(row["step_ms"])
+        assert float(row["tokens_per_second"]) == pytest.approx(rate, rel=0.005)
 
 
 def kinds_of_rows(rows):
