@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import os
 import re
 import tempfile
@@ -57,11 +58,18 @@ def read_rows(path: Path = H200) -> Rows:
 
 def write_rows(path: Path, rows: list[dict[str, Any]], fields: Sequence[str]) -> None:
     """Write a results file whole or not at all; what a row does not have stays empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="", encoding="utf-8") as file:
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
