@@ -118,11 +118,12 @@ def microseconds(by_variant: dict[str, dict[str, str]], variant: str) -> str:
 
 def numerics_table(rows: Rows) -> str:
     """Errors beside PyTorch eager and the bound."""
-    names = ("inputs", "B,H,Q,prefix", "dtype", "flash", "three_phase", "PyTorch eager", "bound", "max abs", "LSE")
+    variants = {"flash": "flash", "mma": "mma", "three_phase": "three_phase", "torch_eager": "PyTorch eager"}
+    names = ("inputs", "B,H,Q,prefix", "dtype", *variants.values(), "bound", "max abs", "LSE")
     lines: list[Sequence[str]] = [names]
     for case in problems(rows):
         row = ours(case)
-        errors = (value(case, variant, "rel_frobenius") for variant in ("flash", "three_phase", "torch_eager"))
+        errors = (value(case, variant, "rel_frobenius") for variant in variants)
         last = (row["bound"], row["max_abs"], row["lse_error"])
         lines.append((row["case"], shape_of(row), row["dtype"], *errors, *last))
     return markdown(*lines)
@@ -137,6 +138,8 @@ def speed_table(rows: Rows) -> str:
         "TFLOP/s",
         "tiles",
         "16x16 tiles",
+        "mma",
+        "TFLOP/s",
         "three_phase",
         "PyTorch eager",
         "TFLOP/s",
@@ -151,7 +154,8 @@ def speed_table(rows: Rows) -> str:
         lines.append(
             (
                 *(shape_of(row), row["dtype"], microseconds(case, "flash"), value(case, "flash", "tflops"), tiles),
-                *(microseconds(case, small), microseconds(case, "three_phase"), microseconds(case, "torch_eager")),
+                *(microseconds(case, small), microseconds(case, "mma"), value(case, "mma", "tflops")),
+                *(microseconds(case, variant) for variant in ("three_phase", "torch_eager")),
                 value(case, "torch_eager", "tflops"),
             )
         )

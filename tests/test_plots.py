@@ -62,7 +62,13 @@ def ceilings():
 
 
 PEAKS = {  # of a variant: TFLOP/s it comes near, microseconds a call takes at least
-    **{"flash": (33, 15), "three_phase": (4, 12), "torch_eager": (70, 60), "torch_compiled": (380, 50)},
+    **{
+        "flash": (33, 15),
+        "mma": (300, 14),
+        "three_phase": (4, 12),
+        "torch_eager": (70, 60),
+        "torch_compiled": (380, 50),
+    },
     **{"torch_sdpa": (115, 15), "torch_flex": (52, 50), "triton": (240, 12), "flashinfer": (430, 25)},
     "flashmla": (650, 22),
 }
@@ -106,7 +112,7 @@ def attention():
         for dtype in ("float32", "bfloat16")
         for variant in PEAKS
         if not (variant == "three_phase" and x == "prefix" and size > 10000)
-        and not (dtype == "float32" and variant in ("flashinfer", "flashmla"))
+        and not (dtype == "float32" and variant in ("flashinfer", "flashmla", "mma"))
     ]
     for dtype in ("float32", "bfloat16"):
         for prefix in (37, 40000):

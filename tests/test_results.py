@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba as dd
-from ddtree_numba.attention import flash, verify
+from ddtree_numba.attention import flash, mma, verify
 from ddtree_numba.attention.verify import FEW_KEYS
 from refs import oracle
 
@@ -528,11 +528,12 @@ def test_the_whole_measurement_of_one_problem_on_numpy(narrow, tmp_path):
     gpu, ways, tiles = Attention(), (*bench_verify_attention.WAYS, ("torch_eager", "")), flash.TILES
     case = bench_verify_attention.Case((2, 1, 3, 20), "float32", ways=ways, prefixes=(20, 4))
     made = list(bench_verify_attention.case_rows(gpu, case))
-    assert [row["right"] for row in made] == [True] * (len(ways) - 1), made
+    assert [row["right"] for row in made] == [True] * (len(ways) - 2), made
     tables.write_rows(tmp_path / "rows.csv", made, bench_verify_attention.FIELDS)
     rows = tables.read_rows(tmp_path / "rows.csv")
-    # The simulator's tiles are as small as the smaller ones, so flash_small would be the same again.
-    assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] != "flash_small"]
+    # The simulator's tiles are as small as the smaller ones, so flash_small would be the same again; mma takes 16 bits.
+    left_out = ("flash_small", "mma")
+    assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] not in left_out]
     assert [row["tiles"] for row in rows] == ["", "16x16", "16x16", "16x16", ""]
     work = 2 * 3 * (23 + 7) * (48 + 32)
     nbytes = 4 * (2 * 3 * 48 + (23 + 7) * 48 + 2 * 3 * (32 + 1)) + 2 * (4 + 9)
@@ -548,6 +549,26 @@ def test_bfloat16_is_held_to_the_rounding_of_the_exact_result(narrow):
     rows = list(bench_verify_attention.case_rows(Attention(), case))
     assert [row["right"] for row in rows] == [True, True]
     assert 1e-3 < float(rows[0]["bound"]) < 5e-3 and float(rows[1]["bound"]) == peers.BOUNDS["bfloat16"][0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tensor_cores_are_measured_where_they_take_dtype_widths_and_gpu(monkeypatch, dtype):
+    monkeypatch.setattr(bench_attention_error, "NUM_HEADS", 1)
+    monkeypatch.setattr(bench_attention_error, "NUM_NODES", 2)
+    case = bench_verify_attention.Case((1, 1, 2, 5), dtype, ways=(("mma", "even"), ("torch_eager", "")))
+
+    def measured():
+        rows = list(bench_verify_attention.case_rows(Attention(), case))
+        assert all(row["right"] for row in rows) and all(row.keys() <= {*bench_verify_attention.FIELDS} for row in rows)
+        return {row["variant"]: row for row in rows}
+
+    assert measured()["mma"]["tiles"] == "32x16" and measured()["mma"]["microseconds"]
+    monkeypatch.setattr(bench_attention_error, "VARIANTS", ("mma",))
+    (row,) = bench_attention_error.error_rows(Attention(), 7, 2.0, dtype)
+    assert row["right"] and row["tiles"] == "32x16" and float(row["rel_frobenius"]) <= float(row["bound"])
+    assert list(bench_attention_error.error_rows(Attention(), 7, 2.0)) == []
+    monkeypatch.setattr(mma, "fitting_tiles", lambda device: [])
+    assert list(measured()) == ["torch_eager"]
 
 
 @pytest.mark.parametrize("result, wrong", [("out", np.nan), ("lse", np.nan), ("out", 1e-4), ("lse", 1e-4)])
@@ -638,12 +659,13 @@ def test_every_case_of_attention_is_one_of_its_own(quick):
 
 def test_the_reference_files_that_are_timed_have_the_models_widths():
     names = [path.stem for path in bench_verify_attention.files()]
-    assert names and all(re.fullmatch(r"verify_attn_h\d+_p\d+_b\d+", name) for name in names)
+    assert names and all(re.fullmatch(r"verify_attn_h\d+_p\d+_b\d+(_bf16|_f16)?", name) for name in names)
 
 
 def test_the_measurement_of_errors_on_numpy(narrow):
     rows = list(bench_attention_error.error_rows(Attention(), 20, 2.0))
     variants = [x for x in bench_attention_error.VARIANTS if x not in peers.PEERS or peers.takes(x, "float32")]
+    variants.remove("mma")
     assert [row["variant"] for row in rows] == variants
     assert all(row["right"] for row in rows), rows
     assert all(float(row["max_ulp"]) < 20 for row in rows)
@@ -689,6 +711,8 @@ def made_up_attention(tmp_path):
         work = verify.flops(num_nodes, num_heads, list(case.prefixes) or [prefix] * batch)
         known |= {"B": batch, "H": num_heads, "Q": num_nodes, "prefix": prefix, "right": True, "gpu": "some GPU"}
         for variant, splits in case.ways:
+            if variant == "mma" and case.dtype == "float32":
+                continue
             if variant == "three_phase" and work > bench_verify_attention.THREE_PHASE_FLOPS:
                 continue
             speed = {"three_phase": 4, "flash": 16 if splits == "1" else 32, "flash_small": 26, "torch_eager": 25}.get(
@@ -702,7 +726,7 @@ def made_up_attention(tmp_path):
     rows = []
     for logit_std in bench_attention_error.LOGIT_STDS:
         for keys in bench_attention_error.KEYS:
-            for n, variant in enumerate(bench_attention_error.VARIANTS):
+            for n, variant in enumerate(name for name in bench_attention_error.VARIANTS if name != "mma"):
                 if variant == "three_phase" and not bench_attention_error.fits(keys):
                     continue
                 row = {
@@ -727,8 +751,9 @@ def test_sentences_and_tables_of_attention(made_up_attention):
     assert "at 4 times the error" in tables.bfloat16_sentence(rows)
     speed = tables.speed_table(rows).splitlines()
     assert len(speed) == 2 + 16 and len({line.count("|") for line in speed}) == 1
-    assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | 1,222 | 196 | 25.00 |"
-    assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | 11,888 | 25.00 |" in speed
+    assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | – | – | 1,222 | 196 | 25.00 |"
+    assert speed[3].startswith("| 1,64,17,2048 | bfloat16 | 153 | 32.00 | 64x32 | 188 | 122 | 40.00 | 1,222 |")
+    assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | – | – | 11,888 | 25.00 |" in speed
     errors = tables.numerics_table(rows).splitlines()
     assert len(errors) == 2 + 16 + 2 and len({line.count("|") for line in errors}) == 1
     splits = tables.splits_table(rows).splitlines()
