@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_kdtr import DAMAGE, DTYPES, GOLDEN_BYTES, LONGEST, SAMPLE, dump, mutate, put, reseal
+from test_native_checks import Built, built
 
 from ddtree_numba import kdtr
 
@@ -110,19 +111,6 @@ def programs(tmp_path_factory) -> list[Path]:
     # Not optimized: under the sanitizers that takes three times as long.
     run("g++", *FLAGS, "-O0", *sanitizers, "driver.cpp", "-o", "sanitized", cwd=folder)
     return [folder / "plain", folder / "sanitized"]
-
-
-@pytest.fixture(scope="module")
-def checker(tmp_path_factory) -> Path:
-    program = tmp_path_factory.mktemp("native") / "check_verify_attn"
-    run(
-        "g++",
-        *FLAGS,
-        *(str(NATIVE / f"{name}.cpp") for name in ("check_verify_attn", "verify_attn")),
-        "-o",
-        str(program),
-    )
-    return program
 
 
 # The header
@@ -267,9 +255,11 @@ def test_tensors_from_and_to_values(tmp_path, programs):
 # The check of verify_attn
 
 
-def check(checker: Path, *paths: Path) -> tuple[int, list[str]]:
-    done = subprocess.run([checker, *paths], capture_output=True, encoding="utf-8", timeout=60)
-    return done.returncode, done.stdout.splitlines()
+checker = built  # the same programs, compiled once
+
+
+def check(programs: Built, *paths: Path) -> tuple[int, list[str]]:
+    return programs.run("check_verify_attn", *paths)
 
 
 def test_all_reference_files_pass(checker):
