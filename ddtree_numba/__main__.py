@@ -144,11 +144,15 @@ def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
     progress = Progress(*columns, console=notes, transient=True)
     task = progress.add_task("", total=len(files))
     if runtime.SIMULATOR and len(files) > 1 and "fork" in multiprocessing.get_all_start_methods():
-        jobs = [(path, budget) for path in files]
+        # The largest first, so that the last one to end is a small one.
+        jobs = [(n, path, budget) for n, path in enumerate(files)]
+        jobs.sort(key=lambda job: job[1].stat().st_size if job[1].is_file() else 0, reverse=True)
+        found: dict[int, list[check.Row]] = {}
         with multiprocessing.get_context("fork").Pool() as pool, progress:  # Python threads share one core
-            for path, found in zip(files, pool.imap(_check_file, jobs), strict=True):
-                rows += found
-                progress.update(task, description=escape(path.name), advance=1)
+            for n, of_file in pool.imap_unordered(_check_file, jobs):
+                found[n] = of_file
+                progress.update(task, description=escape(files[n].name), advance=1)
+        rows = [row for n in range(len(files)) for row in found[n]]
     else:
         with progress:
             for path in files:
@@ -162,9 +166,9 @@ def run_check(files: list[Path], as_json: bool, budget: float | None) -> int:
     return 0 if passed else 1
 
 
-def _check_file(job: tuple[Path, float | None]) -> list[check.Row]:
-    path, budget = job
-    return list(check.check_file(path, budget))
+def _check_file(job: tuple[int, Path, float | None]) -> tuple[int, list[check.Row]]:
+    n, path, budget = job
+    return n, list(check.check_file(path, budget))
 
 
 def _print_rows(rows: list[check.Row]) -> None:

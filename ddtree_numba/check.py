@@ -23,7 +23,7 @@ from ddtree_numba.accept import compact_kv as compact
 from ddtree_numba.accept import greedy, sampled, sglang
 from ddtree_numba.accept import target_probs as probabilities
 from ddtree_numba.accept.accepted import Accepted
-from ddtree_numba.attention import flash, merge, three_phase
+from ddtree_numba.attention import flash, merge, mma, three_phase
 from ddtree_numba.attention.verify import verify_attention
 from ddtree_numba.compare import Report, compare
 from ddtree_numba.device import runtime
@@ -40,7 +40,8 @@ REFERENCE_FOLDER = Path(__file__).resolve().parent.parent / "refs"
 SIMULATED_RATE = 400_000.0
 SIMULATED_KEY = 0.0002
 SIMULATED_START = 0.006
-# In flash: pairs of a row tile and a key tile; the seconds that one takes, and those that each of D columns adds.
+# In flash and mma: pairs of a row tile and a key tile; the seconds that one takes, and those that each of D columns
+# adds.
 SIMULATED_PAIR = 0.03
 SIMULATED_COLUMN = 0.0004
 # In merge_states: elements of the output a second, and the seconds that a row takes beside them.
@@ -171,8 +172,9 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
         reason = str(error)
         yield Row(path.name, "?", "-", "nothing", (), 0.0, reason)
         return
-    simulated = [variant for variant in operator.variants if runtime.SIMULATOR and not variant.endswith("_numpy")]
-    for variant in operator.variants:
+    variants = [variant for variant in operator.variants if not variant.startswith("mma") or takes(variant, tensors)]
+    simulated = [variant for variant in variants if runtime.SIMULATOR and not variant.endswith("_numpy")]
+    for variant in variants:
         started(f"{path.name} {variant}")
         share = seconds / len(simulated) if seconds is not None and variant in simulated else None
         try:
@@ -182,6 +184,13 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
         except Exception as error:  # whatever went wrong belongs into the table, and the other rows still count
             reason = f"{type(error).__name__}: {error}"
             yield Row(path.name, name, variant, "nothing", (), 0.0, reason)
+
+
+def takes(variant: str, tensors: Tensors) -> bool:
+    """Whether a variant for tensor cores takes the format and widths of a file, and this GPU has what it needs."""
+    q, widths = tensors["q"], (mma.R, mma.D)
+    fits = q.dtype.itemsize == 2 and q.ndim == 4 and (int(tensors["kv_lora_rank"]), q.shape[3]) == widths
+    return fits and (variant.endswith("_numpy") or bool(mma.fitting_tiles(-1)))
 
 
 def _first(name: str, count: int) -> str:
@@ -301,8 +310,9 @@ def _select(tensors: Tensors, variant: str, seconds: float | None) -> tuple[dict
     nodes, heads = num_nodes, list(range(num_heads))
     if seconds is not None:
         num_keys = int(tensors["cache_seqlens"].max(initial=0)) + num_nodes
-        if variant == "flash":
-            rows, keys = flash.TILES[0].rows, flash.TILES[0].keys
+        if variant in ("flash", "mma"):
+            tiles = flash.TILES[0] if variant == "flash" else mma.SMALL
+            rows, keys = tiles.rows, tiles.keys
             a_row_tile = -(-num_keys // keys) * (SIMULATED_PAIR + head_dim * SIMULATED_COLUMN)
             blocks = int(seconds / a_row_tile) * rows
         else:
@@ -722,7 +732,7 @@ OPERATORS = {
             *("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude"),
             *("out", "lse"),
         ),
-        ("three_phase_numpy", "three_phase", "flash_numpy", "flash"),
+        ("three_phase_numpy", "three_phase", "flash_numpy", "flash", "mma_numpy", "mma"),
         _check_verify_attention,
     ),
     "merge_states": _Operator(

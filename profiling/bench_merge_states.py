@@ -168,11 +168,11 @@ def jobs(gpu: Any, quick: bool) -> list[Job]:
     return [lambda size=size: merge_rows(gpu, *size) for size in (SIZES[:2] if quick else SIZES)]
 
 
-def rows_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+def rows_against(gpu: Any, name: str, call: Callable[..., Any], quick: bool) -> Iterator[Row]:
     """A kernel of someone else beside ours and the peers."""
-    for size in SIZES:
-        if size[2] == "C order":
-            yield from merge_rows(gpu, *size, {name: call})
+    sizes = [size for size in SIZES if size[2] == "C order"]
+    for size in sizes[: 2 if quick else None]:
+        yield from merge_rows(gpu, *size, {name: call})
 
 
 def line(row: Row) -> str:

@@ -343,16 +343,16 @@ def jobs(gpu: Any, quick: bool) -> list[Job]:
     ]
 
 
-def build_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+def build_against(gpu: Any, name: str, call: Callable[..., Any], quick: bool) -> Iterator[Row]:
     """A builder of someone else beside ours."""
-    for batch in BATCHES[:4]:
+    for batch in BATCHES[: 2 if quick else 4]:
         given = gpu.rows(batch, LENGTH, SWEPT_BUDGET, "float32")
         yield from build_rows(gpu, given, "float32 logits", SWEPT_BUDGET, {name: call})
 
 
-def topk_against(gpu: Any, name: str, call: Callable[..., Any]) -> Iterator[Row]:
+def topk_against(gpu: Any, name: str, call: Callable[..., Any], quick: bool) -> Iterator[Row]:
     """A top-k of someone else beside ours and PyTorch's."""
-    for shape, k, dtype in TOPK[1:6]:
+    for shape, k, dtype in TOPK[1 : 3 if quick else 6]:
         yield from topk_rows(gpu, shape, k, dtype, others={name: call})
 
 

@@ -4,7 +4,8 @@
 reference files, the shapes of the tables, and sweeps over one size at a time (column case). Each row is checked against
 float64 first; what is wrong is not timed, and for variants of ours the exit code says so. The columns of time are those
 of harness.py, the sustained ones for some shapes alone. tflops and gb_per_s are what the operator must compute and
-move, as the functions beside it count, over microseconds. peers.py has the peers. Columns of `flash`:
+move, as the functions beside it count, over microseconds. peers.py has the peers. `mma` is measured in 16 bits, where
+the GPU has what it needs. Columns of `flash` and `mma`:
 
 - tiles: rows and keys of its tiles, as it chose them. The variant flash_small has nothing but the smaller ones.
 - splits: "even" is the default, even parts of all work; else num_splits, or the keys of a part with batch_invariant.
@@ -32,7 +33,7 @@ from harness import ITEMSIZE, MACHINE, TIMES, Job, Row, measured, spoil, with_ra
 
 import ddtree_numba as dd
 from ddtree_numba import kdtr
-from ddtree_numba.attention import flash, three_phase, verify
+from ddtree_numba.attention import flash, mma, three_phase, verify
 from ddtree_numba.check import LSE_BOUND, reference_files
 from ddtree_numba.device.launch import compute_capability
 from ddtree_numba.device.runtime import SIMULATOR
@@ -51,6 +52,7 @@ WAYS: dict[tuple[str, str], dict[str, Any]] = {
     ("flash", "1"): {"variant": "flash", "num_splits": 1},
     ("flash", CHUNKS): {"variant": "flash", "batch_invariant": True},
     ("flash_small", EVEN): {"variant": "flash"},
+    ("mma", EVEN): {"variant": "mma"},
 }
 
 HOPPER = (("wgmma", ""), ("wgmma_planned", ""))
@@ -62,8 +64,8 @@ Operator = Callable[..., Any]  # with the signature of verify_attention
 
 
 def beside(*names: str) -> tuple[Way, ...]:
-    """flash and some peers."""
-    return (("flash", EVEN), *((name, "") for name in names))
+    """flash, mma and some peers."""
+    return (("flash", EVEN), ("mma", EVEN), *((name, "") for name in names))
 
 
 BESIDE_EAGER = beside("torch_eager")
@@ -107,7 +109,7 @@ SWEEPS = {
     "Q sweep": Sweep((1, 2, 5, 9, 17, 33, 65), (5, 17, 65), (8, 64, 0, 2048), BESIDE_BOTH, BESIDE_MOST),
     "H sweep": Sweep((8, 16, 32, 64, 128), (16, 64, 128), (8, 0, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
     "B sweep": Sweep((1, 2, 8, 32, 64), (2, 8, 32), (0, 64, 9, 2048), BESIDE_EAGER, BESIDE_BOTH),
-    "page sweep": Sweep((1, 16, 32, 64, 256), (1, 16, 64), (8, 64, 9, 2048), BESIDE_EAGER[:1], BESIDE_TRITON + HOPPER),
+    "page sweep": Sweep((1, 16, 32, 64, 256), (1, 16, 64), (8, 64, 9, 2048), beside(), BESIDE_TRITON + HOPPER),
 }
 
 
@@ -307,27 +309,37 @@ class Gpu(harness.Gpu):
             self.sustain = kept
 
 
+def takes(variant: str, dtype: str) -> bool:
+    """Whether a variant of ours takes a dtype here: mma those of tensor cores, if the GPU has what it needs."""
+    if variant != "mma":
+        return True
+    return dtype != "float32" and (KV_LORA_RANK, HEAD_DIM) == (mma.R, mma.D) and bool(mma.fitting_tiles(-1))
+
+
 @contextmanager
-def planned(tiles: tuple[Any, ...] | None) -> Iterator[list[Any]]:
-    """The plans of flash that are made meanwhile; it has these tiles to choose from, or its own."""
-    kept, plans = (flash.TILES, flash.make_plan), []
+def planned(tiles: tuple[Any, ...] | None) -> Iterator[list[str]]:
+    """Rows and keys of the tiles in the plans that are made meanwhile; flash chooses from these tiles, or its own."""
+    kept, found = (flash.TILES, flash.make_plan, mma.make_plan), []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        plans.append(kept[1](*args, **kwargs))
-        return plans[-1]
+    def noted(plan: Any) -> Any:
+        chosen = plan.tiles if isinstance(plan, mma.Plan) else plan.shape.tiles
+        found.append(f"{chosen.rows}x{chosen.keys}")
+        return plan
 
-    flash.TILES, flash.make_plan = tiles or kept[0], noted
+    flash.TILES = tiles or kept[0]
+    flash.make_plan = lambda *args, **kwargs: noted(kept[1](*args, **kwargs))
+    mma.make_plan = lambda *args, **kwargs: noted(kept[2](*args, **kwargs))
     try:
-        yield plans
+        yield found
     finally:
-        flash.TILES, flash.make_plan = kept
+        flash.TILES, flash.make_plan, mma.make_plan = kept
 
 
 def bounds(gpu: Any, exact: tuple[Any, Any, float], dtype: str, num_keys: int) -> dict[str, float]:
     """What the error of each variant is held to: the derived bound, or twice the error of casting the exact result."""
     if dtype != "float32":
         cast = 2 * gpu.errors((gpu.cast(exact[0], dtype), exact[1]), exact[:2])["rel_frobenius"]
-        return {"three_phase": cast, "flash": cast}
+        return {"three_phase": cast, "flash": cast, "mma": cast}
     return {
         "three_phase": three_phase.error_bound(exact[2], num_keys, HEAD_DIM),
         "flash": flash.error_bound(exact[2], num_keys, HEAD_DIM),
@@ -362,6 +374,8 @@ def rows_of(
             continue
         if variant == "flash_small" and taken == small:
             continue  # flash itself has just taken these
+        if not takes(variant, dtype):
+            continue
         bound, lse_bound = limits["three_phase" if variant == "three_phase" else "flash"], LSE_BOUND
         if variant in peers.PEERS:
             if not peers.takes(variant, dtype):
@@ -383,7 +397,7 @@ def rows_of(
         with planned((flash.SMALL,) if variant == "flash_small" else None) as plans:
             found = measured_row(gpu, row, make, results, truth[:2], (bound, lse_bound), sustain)
         if plans:
-            found["tiles"] = f"{plans[0].shape.tiles.rows}x{plans[0].shape.tiles.keys}"
+            found["tiles"] = plans[0]
         if variant == "flash":
             taken = found.get("tiles", "")
         yield with_rate(with_rate(found, "tflops", work), "gb_per_s", nbytes)
@@ -458,12 +472,12 @@ def case_rows(gpu: Any, case: Case, others: dict[str, Operator] | None = None) -
     yield from rows_of(gpu, case.name, case, inputs, sm_scale, gpu.exact(inputs, sm_scale), others)
 
 
-def rows_against(gpu: Any, name: str, call: Operator) -> Iterator[Row]:
-    """A kernel of someone else beside flash and two peers.
+def rows_against(gpu: Any, name: str, call: Operator, quick: bool) -> Iterator[Row]:
+    """A kernel of someone else beside flash, mma and two peers.
 
     Its results are held to what ours are in 16 bits, and in float32 to the bound of the peers.
     """
-    for case in AGAINST:
+    for case in AGAINST[: 2 if quick else None]:
         yield from case_rows(gpu, case, {name: call})
 
 

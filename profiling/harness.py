@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import itertools
+import json
 import platform
 import statistics
 import subprocess
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that the scri
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from tables import read_rows, write_rows
+from tables import read_rows, write_rows, write_text
 
 from ddtree_numba.device import runtime
 
@@ -403,10 +405,60 @@ def require_columns(path: Path, fields: Sequence[str]) -> None:
             raise ValueError(f"{path} has other columns than the rows to append: {other}")
 
 
-def append_rows(path: Path, rows: list[Row], fields: Sequence[str]) -> None:
-    """Add rows to a results file, all of them or none."""
-    require_columns(path, fields)
-    write_rows(path, [*read_rows(path), *rows], fields)
+class Kept:
+    """The file of a measurement, written whole after each job, and beside it, until the last one, how far it is.
+
+    A start that is cut so loses the job that it was at and no other: the next start with the same settings goes on
+    behind the jobs that are done.
+
+    Attributes
+    ----------
+    rows : list of dict
+        All rows of the file.
+    base : int
+        How many of them were there before this measurement.
+    jobs : int
+        How many jobs of it are done.
+    """
+
+    def __init__(self, path: Path, fields: Sequence[str], settings: Row, append: bool, again: bool) -> None:
+        self.path, self.fields, self.settings = path, fields, {**settings, "append": append}
+        self.mark = path.with_suffix(".unfinished")
+        self.rows: list[Row] = []
+        self.base, self.jobs = 0, 0
+        if again or not self.go_on():
+            self.rows = list(read_rows(path)) if append else []
+            self.base = len(self.rows)
+
+    def go_on(self) -> bool:
+        """Take up what an earlier start has left, if that had the same settings."""
+        commit = self.settings["commit"]
+        if commit == "unknown" or commit.endswith("-dirty"):
+            return False  # the code may be another one by now
+        try:
+            found = json.loads(self.mark.read_text(encoding="utf-8"))
+            if found["settings"] != self.settings:
+                return False
+            base, count, jobs = (int(found[name]) for name in ("base", "rows", "jobs"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        rows = read_rows(self.path)[:count]  # without those of a job that was cut between file and mark
+        if len(rows) < count or any(row.get("commit") != commit for row in rows[base:]):
+            return False
+        self.rows, self.base, self.jobs = list(rows), base, jobs
+        return True
+
+    def add(self, rows: list[Row]) -> None:
+        """The rows of one more job."""
+        write_rows(self.path, [*self.rows, *rows], self.fields)
+        self.rows += rows
+        self.jobs += 1
+        found = {"settings": self.settings, "base": self.base, "rows": len(self.rows), "jobs": self.jobs}
+        write_text(self.mark, json.dumps(found))
+
+    def finish(self) -> None:
+        """All jobs are done: the next start begins anew."""
+        self.mark.unlink(missing_ok=True)
 
 
 def times_of(row: Row) -> str:
@@ -455,13 +507,14 @@ def main(
     Returns
     -------
     int
-        1 when a result was wrong, 2 when nothing can be measured here.
+        1 when a result was wrong, 2 when nothing can be measured here, 130 when it was interrupted.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "profiling" / "results" / "local", help="folder for the CSV")
     parser.add_argument("--commit", help="commit that is measured; default: what git says")
     parser.add_argument("--quick", action="store_true", help=f"a short sweep, to {name}_quick.csv")
     parser.add_argument("--append", action="store_true", help="add the rows to the file instead of replacing it")
+    parser.add_argument("--again", action="store_true", help="start anew, whatever a start that was cut has measured")
     parser.add_argument("--sustain", type=float, metavar="SECONDS", help="length of the sustained times; 0: none")
     options = parser.parse_args(arguments)
     path = options.out / f"{name}{'_quick' if options.quick else ''}.csv"
@@ -472,16 +525,26 @@ def main(
     except (ImportError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    every = track(
-        jobs(gpu, options.quick), name, total=number_of_jobs(options.quick), console=Console(stderr=True)
-    )  # fmt: skip
-    rows: list[Row] = []
-    for job in every:
-        for row in rows_of(gpu, job):
-            print(line(row), flush=True)
-            rows.append(row)
-    (append_rows if options.append else write_rows)(path, rows, fields)
-    return 0 if all(row["right"] for row in rows if row["variant"] not in peers) else 1
+    machine = gpu.machine()
+    settings = {"gpu": machine["gpu"], "commit": machine["commit"], "sustain": options.sustain}
+    kept = Kept(path, fields, settings, options.append, options.again)
+    total, done = number_of_jobs(options.quick), kept.jobs
+    if done:
+        print(f"{done} of {total} jobs are in {path} and are not measured again")
+    every = track(jobs(gpu, options.quick), name, total=total, console=Console(stderr=True))
+    try:
+        for job in itertools.islice(every, done, None):
+            rows = []
+            for row in rows_of(gpu, job):
+                print(line(row), flush=True)
+                rows.append(row)
+            kept.add(rows)
+    except KeyboardInterrupt:
+        print(f"{path} holds what was measured", file=sys.stderr)
+        return 130
+    kept.finish()
+    ours = [row for row in kept.rows[kept.base :] if row["variant"] not in peers]
+    return 0 if all(str(row["right"]) == "True" for row in ours) else 1
 
 
 def open_gpu(gpu_class: Callable[..., Any], commit: str | None, quick: bool, sustain: float | None = None) -> Any:
@@ -525,7 +588,12 @@ def stream() -> Any:
 
 
 def against(
-    operator: str, name: str, call: Callable[..., Any], out: Path | str = ROOT / "profiling" / "results" / "local"
+    operator: str,
+    name: str,
+    call: Callable[..., Any],
+    out: Path | str = ROOT / "profiling" / "results" / "local",
+    *,
+    quick: bool = False,
 ) -> Path:
     """Measure a kernel of your own beside ours: the same checks, inputs and times as in the benchmarks, and a figure.
 
@@ -540,11 +608,14 @@ def against(
         launches on PyTorch's current stream (`stream`), so that a CUDA graph can hold it, and does not synchronize.
     out
         Folder for the CSV and the figure.
+    quick
+        Two sizes alone, and shorter times of them.
 
     Returns
     -------
     Path
-        The CSV, OPERATOR_NAME.csv. Where the results were wrong, its column right says so, and there are no times.
+        The CSV, OPERATOR_NAME.csv, with ``quick`` OPERATOR_NAME_quick.csv, written after each row. Where the results
+        were wrong, its column right says so, and there are no times.
     """
     import bench_accept
     import bench_merge_states
@@ -560,12 +631,12 @@ def against(
         "argmax_tokens": (bench_accept, bench_accept.argmax_against),
     }
     benchmark, rows_against = benchmarks[operator]
-    gpu = open_gpu(benchmark.Gpu, None, quick=False)
+    gpu = open_gpu(benchmark.Gpu, None, quick)
+    path = Path(out) / f"{operator}_{name}{'_quick' if quick else ''}.csv"
     rows = []
-    for row in rows_of(gpu, lambda: rows_against(gpu, name, call)):
+    for row in rows_of(gpu, lambda: rows_against(gpu, name, call, quick)):
         print(benchmark.line(row), flush=True)
         rows.append(row)
-    path = Path(out) / f"{operator}_{name}.csv"
-    write_rows(path, rows, benchmark.FIELDS)
+        write_rows(path, rows, benchmark.FIELDS)
     plot_speedup.draw_file(path, Path(out))
     return path

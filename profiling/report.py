@@ -19,6 +19,7 @@ from pathlib import Path
 import compare
 import plot_accept
 import plot_attention
+import plot_decode
 import plot_launch
 import plot_speedup
 import plot_trees
@@ -28,7 +29,7 @@ from style import Drawing, Rows
 
 DRAWINGS = {
     drawing.name: drawing
-    for script in (plot_trees, plot_attention, plot_accept, plot_speedup, plot_launch)
+    for script in (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch)
     for drawing in script.DRAWINGS
 }
 # In data-path order: title, figures, files.
@@ -47,6 +48,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("Attention: error", ("attention_error", "attention_error_keys", "attention_error_logits"), ("attention_error",)),
     ("Merging states", (), ("merge_states",)),
     ("After the target's forward pass", ("step_stages", "accept_sweeps"), ("accept",)),
+    ("Decoding text", ("decode_stages",), ("decode", "decode_samples")),
     ("Launches", ("launch",), ()),
 )
 ENVIRONMENT = {

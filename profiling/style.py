@@ -51,16 +51,17 @@ class Theme:
     sky: str
     indigo: str
     crimson: str
+    olive: str
     grey: str
 
 
 LIGHT = Theme(
     *("light", "#ffffff", "#1f2328", "#d8dee4"),
-    *("#0072b2", "#009e73", "#d55e00", "#a86f00", "#9c5482", "#2b8cbe", "#5e3c99", "#b2182b", "#6e7781"),
+    *("#0072b2", "#009e73", "#d55e00", "#a86f00", "#9c5482", "#2b8cbe", "#5e3c99", "#b2182b", "#5c7a00", "#6e7781"),
 )
 DARK = Theme(
     *("dark", "#0d1117", "#e6edf3", "#30363d"),
-    *("#56b4e9", "#2bc49a", "#e69f00", "#f0e442", "#cc79a7", "#76e4f7", "#a78bfa", "#ff7b8a", "#9198a1"),
+    *("#56b4e9", "#2bc49a", "#e69f00", "#f0e442", "#cc79a7", "#76e4f7", "#a78bfa", "#ff7b8a", "#b5d33d", "#9198a1"),
 )
 THEMES = (LIGHT, DARK)
 
@@ -77,11 +78,14 @@ class Look(NamedTuple):
 LOOKS = {
     "flash": Look("flash", "blue", "o", True),
     "flash_small": Look("flash, small tiles", "sky", "o", True),
+    "mma": Look("mma", "olive", "p", True),
     "three_phase": Look("three_phase", "green", "s", True),
     "frontier": Look("GPU frontier", "blue", "o", True),
     "heap": Look("GPU heap", "green", "s", True),
     "threshold": Look("threshold", "blue", "o", True),
     "rounds": Look("rounds", "green", "s", True),
+    "breadth_first": Look("breadth first", "blue", "o", True),
+    "depth_first": Look("depth first", "blue", "o", True),
     "torch_eager": Look("PyTorch eager", "vermilion", "^"),
     "torch_compile": Look("torch.compile", "brown", "v"),
     "torch_compiled": Look("torch.compile", "brown", "v"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import os
 import re
 import tempfile
@@ -21,8 +22,11 @@ H200 = ROOT / "profiling" / "results" / "nvidia-h200" / "verify_attention.csv"
 TREES = H200.with_name("trees.csv")
 ERRORS = H200.with_name("attention_error.csv")
 MERGES = H200.with_name("merge_states.csv")
+ENCODINGS = H200.with_name("encodings.csv")
 ACCEPTS = H200.with_name("accept.csv")
 DECODED = H200.with_name("decode_tokens.csv")
+SAMPLED = H200.with_name("decode_samples.csv")
+DECODING = H200.with_name("decode.csv")
 
 BUILDERS = {"frontier": "`frontier`", "heap": "`heap`", "cpu_heap": "heap on the CPU"}
 TOPK = {"threshold": "`threshold`", "rounds": "`rounds`", "torch_topk": "torch.topk", "torch_eager": "with logsumexp"}
@@ -54,11 +58,18 @@ def read_rows(path: Path = H200) -> Rows:
 
 def write_rows(path: Path, rows: list[dict[str, Any]], fields: Sequence[str]) -> None:
     """Write a results file whole or not at all; what a row does not have stays empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fields, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, newline="", encoding="utf-8") as file:
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
@@ -107,11 +118,12 @@ def microseconds(by_variant: dict[str, dict[str, str]], variant: str) -> str:
 
 def numerics_table(rows: Rows) -> str:
     """Errors beside PyTorch eager and the bound."""
-    names = ("inputs", "B,H,Q,prefix", "dtype", "flash", "three_phase", "PyTorch eager", "bound", "max abs", "LSE")
+    variants = {"flash": "flash", "mma": "mma", "three_phase": "three_phase", "torch_eager": "PyTorch eager"}
+    names = ("inputs", "B,H,Q,prefix", "dtype", *variants.values(), "bound", "max abs", "LSE")
     lines: list[Sequence[str]] = [names]
     for case in problems(rows):
         row = ours(case)
-        errors = (value(case, variant, "rel_frobenius") for variant in ("flash", "three_phase", "torch_eager"))
+        errors = (value(case, variant, "rel_frobenius") for variant in variants)
         last = (row["bound"], row["max_abs"], row["lse_error"])
         lines.append((row["case"], shape_of(row), row["dtype"], *errors, *last))
     return markdown(*lines)
@@ -126,6 +138,8 @@ def speed_table(rows: Rows) -> str:
         "TFLOP/s",
         "tiles",
         "16x16 tiles",
+        "mma",
+        "TFLOP/s",
         "three_phase",
         "PyTorch eager",
         "TFLOP/s",
@@ -140,7 +154,8 @@ def speed_table(rows: Rows) -> str:
         lines.append(
             (
                 *(shape_of(row), row["dtype"], microseconds(case, "flash"), value(case, "flash", "tflops"), tiles),
-                *(microseconds(case, small), microseconds(case, "three_phase"), microseconds(case, "torch_eager")),
+                *(microseconds(case, small), microseconds(case, "mma"), value(case, "mma", "tflops")),
+                *(microseconds(case, variant) for variant in ("three_phase", "torch_eager")),
                 value(case, "torch_eager", "tflops"),
             )
         )
@@ -336,6 +351,18 @@ def chain_sentence(rows: list[dict[str, str]]) -> str:
     )
 
 
+def encodings_table(rows: Rows) -> str:
+    """Microseconds of each conversion between encodings, by the size of the batch of trees."""
+    sizes = sorted(in_order(rows, "B", "Q"), key=lambda size: (int(size[1]), int(size[0])))
+    lines: list[Sequence[str]] = [("", *(f"B,Q = {','.join(size)}" for size in sizes))]
+    for operator, variant in in_order(rows, "operator", "variant"):
+        some = {(row["B"], row["Q"]): row for row in rows if (row["operator"], row["variant"]) == (operator, variant)}
+        way = "" if variant == operator else ", NumPy on the CPU" if variant == "numpy" else f", {variant}"
+        times = (number(some[size]["microseconds"]) if size in some else "–" for size in sizes)
+        lines.append((f"`{operator}`{way}", *times))
+    return markdown(*lines)
+
+
 # Accepting
 
 
@@ -502,6 +529,34 @@ def decode_sentence(rows: Rows) -> str:
     )
 
 
+def law_sentence(rows: Rows) -> str:
+    """How probable the sampled beginnings are under the model's law, and under a flatter one."""
+    modes = {mode: [row for row in rows if row["mode"] == mode] for mode in ("tree", "chain")}
+    (tree,), (chain,) = modes.values()
+    if tree["p_value"] == chain["p_value"]:
+        found = f"the same p = {tree['p_value']} in modes `tree` and `chain`"
+    else:
+        found = f"p = {tree['p_value']} in mode `tree` and {chain['p_value']} in mode `chain`"
+    flatter = max(float(row["flatter_p_value"]) for row in rows)
+    return (
+        f"Of {int(tree['samples']):,} sampled replies the beginnings of three tokens, {tree['beginnings']} of them "
+        f"possible, follow the model's own law: a chi-square test has {found}, with {tree['acceptance_length']} and "
+        f"{chain['acceptance_length']} accepted a step. Against the law of a temperature a fifth higher the same "
+        f"samples have p = {flatter:.4f}."
+    )
+
+
+def decode_table(rows: Rows) -> str:
+    """Milliseconds a step of each stage of decoding text, and what comes of it."""
+    stages = ("draft", "build", "verify", "accept", "step")
+    lines: list[Sequence[str]] = [("B", "mode", *stages, "accepted a step", "tokens/s")]
+    for row in rows:
+        times = (f"{float(row[f'{stage}_ms']):.1f}" for stage in stages)
+        accepted = f"{float(row['acceptance_length']):.2f}"
+        lines.append((row["B"], f"`{row['mode']}`", *times, accepted, number(row["tokens_per_second"])))
+    return markdown(*lines)
+
+
 # Putting them into the pages
 
 
@@ -529,6 +584,7 @@ QUOTES = (
     Quote("docs/numerics.md", "long rows", ERRORS, (error_table,)),
     Quote("docs/numerics.md", "growth", ERRORS, (error_sentence,)),
     Quote("docs/merge_states.md", "merge", MERGES, (merge_table,)),
+    Quote("docs/tree_encodings.md", "encodings", ENCODINGS, (encodings_table,)),
     Quote("docs/accept.md", "argmax", ACCEPTS, (argmax_table,)),
     Quote("docs/accept.md", "greedy", ACCEPTS, (greedy_table,)),
     Quote("docs/accept.md", "sampled", ACCEPTS, (sampled_table,)),
@@ -538,6 +594,8 @@ QUOTES = (
     Quote("docs/step.md", "step", ACCEPTS, (step_sentence,)),
     Quote("docs/step.md", "stages", ACCEPTS, (stages_table,)),
     Quote("docs/decode.md", "decode", DECODED, (decode_sentence,)),
+    Quote("docs/decode.md", "law", SAMPLED, (law_sentence,)),
+    Quote("docs/decode.md", "stages", DECODING, (decode_table,)),
 )
 
 

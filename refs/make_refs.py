@@ -137,6 +137,9 @@ CASES = (
     Case(2, prefixes=(30,), tree_budgets=(4,), logit_std=1.5, seed=56, kv_lora_rank=192, qk_rope_head_dim=192),
     Case(num_heads=5, prefixes=(60,), tree_budgets=(4,), logit_std=3.0, seed=57, head_logits=WIDE, **NARROW),
     Case(num_heads=9, prefixes=(150,), tree_budgets=(16,), logit_std=2.0, seed=58, dtype="bfloat16", **NARROW),
+    # What tensor cores take: 16-bit formats at the widths of the models.
+    Case(num_heads=4, prefixes=(40, 9), tree_budgets=(8, 6), logit_std=2.0, seed=64, page_size=16, dtype="bfloat16"),
+    Case(num_heads=5, prefixes=(20,), tree_budgets=(6,), logit_std=3.0, seed=65, dtype="float16"),
 )
 
 

@@ -58,6 +58,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table  # noqa: E402
 
 import ddtree_numba as dd  # noqa: E402
+from ddtree_numba.attention import mma  # noqa: E402
 from ddtree_numba.device import launch as launching  # noqa: E402
 from ddtree_numba.tree.draft_tree import DTYPES as TREE_DTYPES  # noqa: E402
 
@@ -371,11 +372,20 @@ def inverse_permutation(rng: Rng) -> Arguments:
     return {"permutation": permutation, "out": result(rng, permutation.shape, np.int32), "validate": chance(rng, 0.2)}
 
 
-def attention(rng: Rng) -> Arguments:
+def attention(rng: Rng, widths: tuple[int, int] | None = None, dtype: str | None = None) -> Arguments:
+    """Of any widths and dtypes, or of these; then q and cache are mostly such as are read 16 bytes at a time."""
+
+    def of_float(x: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return of_any_float(rng, x) if dtype is None else cast(x, dtype)
+
+    def placed(x: np.ndarray) -> np.ndarray:
+        return laid(rng, x) if dtype is None or chance(rng, 0.2) else x
+
     batch, num_nodes, heads = pick(rng, 0, 1, 1, 1, 2), size(rng, 1, 3), pick(rng, 1, 1, 2)
-    rank, rope = pick(rng, 16, 16, 32), 16
+    rank, rope = widths or (pick(rng, 16, 16, 32), 16)
     capacity = num_nodes + size(rng, 0, 5)
-    q = of_any_float(rng, floats(rng, batch, num_nodes, heads, rank + rope, special=0.1, scale=1.0))
+    q = of_float(floats(rng, batch, num_nodes, heads, rank + rope, special=0.1, scale=1.0))
     table, shape = None, (batch, capacity, rank + rope)
     if chance(rng, 0.5):
         page_size = size(rng, 1, 4)
@@ -384,14 +394,14 @@ def attention(rng: Rng) -> Arguments:
         table = rng.permutation(number)[: batch * pages].reshape(batch, pages).astype(np.int32)
         table, shape = laid(rng, spoil(rng, table, HOSTILE_INTEGERS)), (number, page_size, rank + rope)
         capacity = pages * page_size
-    cache = of_any_float(rng, floats(rng, *shape, special=0.2, scale=1.0))
+    cache = of_float(floats(rng, *shape, special=0.2, scale=1.0))
     if chance(rng, 0.1):
         cache = cache[:, :, None]
     longest = None if chance(rng, 0.5) else size(rng, 0, capacity - num_nodes)
     mask = None if chance(rng, 0.3) else laid(rng, some_mask(rng, parents_of(rng, batch, num_nodes)))
-    q = laid(rng, q)
+    q = placed(q)
     return {
-        "q": (q[..., :rank], q[..., rank:]) if chance(rng, 0.2) else q, "kv_cache": laid(rng, cache),
+        "q": (q[..., :rank], q[..., rank:]) if chance(rng, 0.2) else q, "kv_cache": placed(cache),
         "cache_seqlens": lengths_of(rng, batch, capacity - num_nodes), "tree_mask": mask,
         "sm_scale": float(pick(rng, 0.25, 0.1, 1.0, 1e-30)), "kv_lora_rank": rank, "block_table": table,
         "max_seqlen": longest, "num_splits": pick(rng, None, None, None, 1), "batch_invariant": chance(rng, 0.2),
@@ -402,6 +412,9 @@ def attention(rng: Rng) -> Arguments:
 
 
 def verify_attention(rng: Rng) -> Arguments:
+    if chance(rng, 0.05):
+        given = attention(rng, (mma.R, mma.P), pick(rng, "float16", "bfloat16"))
+        return given | {"variant": pick(rng, "mma", "mma_numpy")}
     variants = ("three_phase",) * 10 + ("auto", "three_phase_numpy", "three_phase_numpy", "flash_numpy", "flash")
     return attention(rng) | {"variant": pick(rng, *variants), "plan": None}
 

@@ -90,3 +90,13 @@ def test_the_sentence_counts_equal_replies_and_means_acceptance():
     said = tables.decode_sentence(rows)
     assert "in 2 of 3 replies to 2 prompts in batches of 8, in 1 of 1 replies to 1 prompts alone, 12 tokens" in said
     assert "2.50 in mode `tree` and 1.50 in mode `chain`" in said
+
+
+def test_the_law_is_told_with_both_probabilities():
+    row = {"samples": "8192", "beginnings": "64", "p_value": "0.4157", "flatter_p_value": "0.0001"}
+    tree, chain = ({**row, "mode": mode, "acceptance_length": x} for mode, x in (("tree", "1.925"), ("chain", "1.377")))
+    said = tables.law_sentence([tree, chain])
+    assert "8,192 sampled replies" in said and "the same p = 0.4157 in modes `tree` and `chain`" in said
+    assert "1.925 and 1.377 accepted a step" in said and said.endswith("p = 0.0001.")
+    said = tables.law_sentence([tree, {**chain, "p_value": "0.5000", "flatter_p_value": "0.0300"}])
+    assert "p = 0.4157 in mode `tree` and 0.5000 in mode `chain`" in said and said.endswith("p = 0.0300.")

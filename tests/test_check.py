@@ -16,6 +16,7 @@ from refs import trees
 
 SMALL = check.REFERENCE_FOLDER / "verify_attn_h8_p1_b4.kdtr"
 BFLOAT16 = check.REFERENCE_FOLDER / "verify_attn_r32_h9_p150_b16_bf16.kdtr"
+TENSOR_CORES = check.REFERENCE_FOLDER / "verify_attn_h5_p20_b6_f16.kdtr"
 WIDE = check.REFERENCE_FOLDER / "verify_attn_r32_h5_p60_b4_wide.kdtr"
 MERGE = check.REFERENCE_FOLDER / "merge_states_r32_f32.kdtr"
 MERGE_BFLOAT16 = check.REFERENCE_FOLDER / "merge_states_r48_bf16.kdtr"
@@ -52,8 +53,12 @@ def rewritten(tmp_path, source=SMALL, /, **changes):
 rows_without_a_law = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered")
 
 
-def variants(operator):
-    return check.OPERATORS[operator].variants
+def variants(path):
+    """Those that take a file."""
+    tensors = kdtr.read(path)
+    every = check.OPERATORS[bytes(tensors["operator"]).decode()].variants
+    tensor_cores = tensors["q"].dtype.itemsize == 2 and tensors["q"].shape[3] == 576 if "q" in tensors else False
+    return [variant for variant in every if tensor_cores or not variant.startswith("mma")]
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,7 @@ def variants(operator):
     [
         (SMALL, "verify_attention"),
         (WIDE, "verify_attention"),
+        (TENSOR_CORES, "verify_attention"),
         (MERGE, "merge_states"),
         (MERGE_BFLOAT16, "merge_states"),
         (TOPK, "topk_logprobs"),
@@ -81,8 +87,9 @@ def variants(operator):
 def test_a_reference_file_passes(capsys, path, operator):
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 0
-    assert path.stem in out and f"{len(variants(operator))} passed, 0 failed" in out
-    assert all(variant in out for variant in variants(operator))
+    assert path.stem in out and f"{len(variants(path))} passed, 0 failed" in out
+    assert bytes(kdtr.read(path)["operator"]).decode() == operator
+    assert all(variant in out for variant in variants(path))
 
 
 def test_there_are_files_for_each_operator():
@@ -94,7 +101,7 @@ def test_json_says_what_was_checked(capsys):
     code, out, _ = run(capsys, "check", SMALL, "--json", *QUICK)
     report = json.loads(out)
     assert code == 0 and report["passed"]
-    assert [row["variant"] for row in report["rows"]] == list(variants("verify_attention"))
+    assert [row["variant"] for row in report["rows"]] == list(variants(SMALL))
     for row in report["rows"]:
         out, lse = row["reports"]
         assert (out["name"], lse["name"]) == ("out", "lse")
@@ -110,6 +117,26 @@ def test_16_bit_results_are_held_to_twice_the_error_of_casting():
     assert row.passed and row.checked == "all 153 rows"
     assert out.rel_frobenius == pytest.approx(2 * error) and 2e-3 < out.rel_frobenius < 4e-3
     assert out.rel_frobenius_error == pytest.approx(error, rel=0.01), "rounded once, to bfloat16"
+
+
+def test_what_tensor_cores_take_is_checked_on_them_where_the_gpu_has_them(monkeypatch):
+    monkeypatch.setitem(check.OPERATORS, "verify_attention", check.OPERATORS["verify_attention"]._replace(check=passes))
+    every = check.OPERATORS["verify_attention"].variants
+
+    def checked(path):
+        rows = list(check.check_file(path, 0.0))
+        assert all(row.passed for row in rows)
+        return [row.variant for row in rows]
+
+    sixteen_bits = [path for path in check.reference_files("verify_attention") if len(checked(path)) == len(every)]
+    assert [path.stem.split("_")[-1] for path in sixteen_bits] == ["bf16", "f16"]
+    assert checked(SMALL) == checked(BFLOAT16) == list(every[:-2])
+    monkeypatch.setattr(check.mma, "fitting_tiles", lambda device: [])
+    assert checked(TENSOR_CORES) == list(every[:-1])  # the mirror is left
+
+
+def passes(tensors, variant, seconds):
+    return "all", (), 0.0
 
 
 def test_json_names_each_result(capsys):
@@ -184,7 +211,7 @@ def test_the_table_says_what_was_compared(capsys):
 
 @pytest.mark.skipif(not SIMULATOR, reason="a GPU checks all rows")
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 1e9])
-@pytest.mark.parametrize("variant", ["three_phase", "flash"])
+@pytest.mark.parametrize("variant", ["three_phase", "flash", "mma"])
 @pytest.mark.parametrize("path", check.reference_files("verify_attention"), ids=lambda path: path.stem)
 def test_a_part_has_at_least_four_rows_and_is_named(path, variant, seconds):
     tensors = kdtr.read(path)
@@ -218,7 +245,7 @@ def test_wrong_values_fail(capsys, tmp_path, name, spoil):
     path = rewritten(tmp_path, **{name: np.asarray(spoil(kdtr.read(SMALL)[name]))})
     code, out, _ = run(capsys, "check", path, *QUICK)
     assert code == 1
-    assert f"0 passed, {len(variants('verify_attention'))} failed" in out and "FAIL" in out
+    assert f"0 passed, {len(variants(SMALL))} failed" in out and "FAIL" in out
 
 
 @pytest.mark.parametrize(

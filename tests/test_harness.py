@@ -216,19 +216,76 @@ def test_what_is_wrong_is_not_timed():
 FIELDS = ("variant", "right", *harness.TIMES, "repeats", "note", *harness.MACHINE)
 
 
+SETTINGS = {"gpu": "made up", "commit": "abc", "sustain": None}
+
+
+def kept(path, append=False, again=False, fields=FIELDS, **settings):
+    return harness.Kept(path, fields, SETTINGS | settings, append, again)
+
+
+def variants(path):
+    return [row["variant"] for row in tables.read_rows(path)]
+
+
 def test_rows_are_appended_whole_or_not_at_all(tmp_path):
     path, row = tmp_path / "new" / "x.csv", {"variant": "a", "right": True}
-    harness.append_rows(path, [row], FIELDS)
-    harness.append_rows(path, [{**row, "variant": "b"}, {**row, "variant": "c"}], FIELDS)
-    assert [found["variant"] for found in tables.read_rows(path)] == ["a", "b", "c"]
+    first = kept(path, append=True)
+    first.add([row])
+    first.finish()
+    more = kept(path, append=True)
+    more.add([{**row, "variant": "b"}, {**row, "variant": "c"}])
+    assert variants(path) == ["a", "b", "c"]
     before = path.read_bytes()
     with pytest.raises(ValueError, match="not in fieldnames"):
-        harness.append_rows(path, [row, {**row, "surprise": 1}], FIELDS)
-    with pytest.raises(ValueError, match="has other columns than the rows to append: more"):
-        harness.append_rows(path, [row], (*FIELDS, "more"))
-    with pytest.raises(ValueError, match="their order"):
-        harness.append_rows(path, [row], FIELDS[::-1])
+        more.add([row, {**row, "surprise": 1}])
+    for fields, other in (((*FIELDS, "more"), "more"), (FIELDS[::-1], "their order")):
+        with pytest.raises(ValueError, match=f"has other columns than the rows to append: {other}"):
+            harness.require_columns(path, fields)
     assert path.read_bytes() == before
+
+
+def test_a_job_that_was_cut_between_its_rows_and_the_mark_is_measured_again(tmp_path, monkeypatch):
+    path, row = tmp_path / "x.csv", {"right": True, "commit": "abc"}
+    first = kept(path)
+    first.add([{**row, "variant": "a"}])
+    monkeypatch.setattr(harness, "write_text", lambda path, text: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first.add([{**row, "variant": "b"}])
+    assert variants(path) == ["a", "b"]
+    again = kept(path)
+    assert again.jobs == 1 and [row["variant"] for row in again.rows] == ["a"]
+
+
+@pytest.mark.parametrize("broken", ["", "[1]", '{"settings"', '{"settings": {}}', "null"])
+def test_a_mark_that_is_no_mark_begins_anew(tmp_path, broken):
+    path = tmp_path / "x.csv"
+    kept(path).add([{"variant": "a", "right": True, "commit": "abc"}])
+    assert kept(path).jobs == 1
+    path.with_suffix(".unfinished").write_text(broken)
+    assert kept(path).jobs == 0
+
+
+@pytest.mark.parametrize("other", [{"commit": "abd"}, {"gpu": "another"}, {"sustain": 0.0}, {"append": True}])
+def test_what_was_measured_in_another_way_is_not_gone_on_with(tmp_path, other):
+    path = tmp_path / "x.csv"
+    kept(path).add([{"variant": "a", "right": True, "commit": "abc"}])
+    assert kept(path).jobs == 1 and kept(path, **other).jobs == 0
+
+
+@pytest.mark.parametrize("commit", ["abc-dirty", "unknown"])
+def test_code_that_may_have_changed_begins_anew(tmp_path, commit):
+    path = tmp_path / "x.csv"
+    kept(path, commit=commit).add([{"variant": "a", "right": True, "commit": commit}])
+    assert kept(path, commit=commit).jobs == 0
+
+
+def test_rows_of_a_file_that_was_exchanged_are_not_gone_on_with(tmp_path):
+    path = tmp_path / "x.csv"
+    kept(path).add([{"variant": "a", "right": True, "commit": "abc"}])
+    tables.write_rows(path, [{"variant": "a", "right": True, "commit": "other"}], FIELDS)
+    assert kept(path).jobs == 0
+    tables.write_rows(path, [], FIELDS)
+    assert kept(path).jobs == 0
 
 
 # The command line
@@ -253,6 +310,57 @@ def measure(out, *more, microseconds=100.0, seed=0, made=MadeUp, **how):
     line = lambda row: row["variant"] + harness.times_of(row)  # noqa: E731
     given = ["--out", str(out), "--commit", "abc", "--sustain", "0.01", *more]
     return harness.main("Measures.", "bench", FIELDS, jobs, lambda quick: 1, line, made, given, ("peer",))
+
+
+def measure_jobs(out, names, cut_at=None, *more, wrong=()):
+    """The command line of a benchmark with a job of two rows for each name; the one at which it is cut has one."""
+    ran = []
+
+    def rows(gpu, name):
+        ran.append(name)
+        for variant in (name, f"{name} again"):
+            if variant == f"{cut_at} again":
+                raise KeyboardInterrupt
+            yield harness.measured({"variant": variant}, gpu, lambda: name not in wrong, gpu.kernel(1), gpu.time)
+
+    jobs = lambda gpu, quick: [partial(rows, gpu, name) for name in names]  # noqa: E731
+    given = ["--out", str(out), "--commit", "abc", "--sustain", "0", *more]
+    count = lambda quick: len(names)  # noqa: E731
+    code = harness.main("Measures.", "bench", FIELDS, jobs, count, lambda row: row["variant"], MadeUp, given)
+    return code, ran
+
+
+def test_a_measurement_that_is_cut_keeps_its_rows_and_the_next_start_goes_on_behind_them(with_gpu, tmp_path, capsys):
+    path = tmp_path / "bench.csv"
+    assert measure_jobs(tmp_path, "abcd", "c") == (130, ["a", "b", "c"])
+    assert variants(path) == ["a", "a again", "b", "b again"]
+    assert measure_jobs(tmp_path, "abcd") == (0, ["c", "d"])
+    assert "2 of 4 jobs are in" in capsys.readouterr().out
+    assert variants(path) == [f"{name}{more}" for name in "abcd" for more in ("", " again")]
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.csv"]
+    assert measure_jobs(tmp_path, "abcd") == (0, [*"abcd"]) and len(variants(path)) == 8  # it was complete: anew
+
+
+def test_a_measurement_that_is_cut_begins_anew_where_that_is_asked_for(with_gpu, tmp_path):
+    assert measure_jobs(tmp_path, "ab", "b") == (130, ["a", "b"])
+    assert measure_jobs(tmp_path, "ab", None, "--again") == (0, ["a", "b"])
+    assert measure_jobs(tmp_path, "ab", "b") == (130, ["a", "b"])
+    assert measure_jobs(tmp_path, "ab", None, "--quick") == (0, ["a", "b"])  # another file
+    assert measure_jobs(tmp_path, "ab") == (0, ["b"])
+
+
+def test_rows_that_are_appended_stand_once_behind_the_older_ones_however_often_it_is_cut(with_gpu, tmp_path):
+    path = tmp_path / "bench.csv"
+    assert measure_jobs(tmp_path, "x", None, wrong="x") == (1, ["x"])
+    assert measure_jobs(tmp_path, "abc", "b", "--append") == (130, ["a", "b"])
+    assert measure_jobs(tmp_path, "abc", "c", "--append") == (130, ["b", "c"])
+    assert measure_jobs(tmp_path, "abc", None, "--append") == (0, ["c"])  # what was there before is not its failure
+    assert variants(path) == [f"{name}{more}" for name in "xabc" for more in ("", " again")]
+
+
+def test_what_was_wrong_before_the_cut_is_in_the_exit_code(with_gpu, tmp_path):
+    assert measure_jobs(tmp_path, "ab", "b", wrong="a") == (130, ["a", "b"])
+    assert measure_jobs(tmp_path, "ab") == (1, ["b"])
 
 
 def compare(*sides):
@@ -429,6 +537,23 @@ def test_a_kernel_of_ones_own_is_measured_and_drawn_with_one_call(beside, tmp_pa
     rows = {row["variant"]: row for row in tables.read_rows(path)}
     assert rows["mine"]["right"] == "True" and rows["mine"]["microseconds"] and len(rows) >= 3
     assert {file.suffix for file in tmp_path.iterdir()} == {".csv", ".svg", ".png"}
+
+
+def test_a_quick_look_at_a_kernel_of_ones_own_has_two_sizes_and_a_file_of_its_own(beside, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_merge_states, "SIZES", tuple(((t, 2, 32), "float32", "C order") for t in (3, 4, 5)))
+    for quick, sizes in ((True, {"3", "4"}), (False, {"3", "4", "5"})):
+        path = harness.against("merge_states", "mine", dd.merge_states, tmp_path, quick=quick)
+        assert path.name == f"merge_states_mine{'_quick' * quick}.csv"
+        assert {row["T"] for row in tables.read_rows(path)} == sizes
+
+
+def test_a_kernel_of_ones_own_that_is_cut_keeps_its_rows(beside, tmp_path):
+    def cut(*_, **__):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        harness.against("merge_states", "mine", cut, tmp_path)
+    assert variants(tmp_path / "merge_states_mine.csv") == ["merge_states"]
 
 
 def test_a_wrong_kernel_of_ones_own_is_not_timed(beside, tmp_path):

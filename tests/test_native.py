@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_kdtr import DAMAGE, DTYPES, GOLDEN_BYTES, LONGEST, SAMPLE, dump, mutate, put, reseal
+from test_native_checks import Built, built
 
 from ddtree_numba import kdtr
 
@@ -110,19 +111,6 @@ def programs(tmp_path_factory) -> list[Path]:
     # Not optimized: under the sanitizers that takes three times as long.
     run("g++", *FLAGS, "-O0", *sanitizers, "driver.cpp", "-o", "sanitized", cwd=folder)
     return [folder / "plain", folder / "sanitized"]
-
-
-@pytest.fixture(scope="module")
-def checker(tmp_path_factory) -> Path:
-    program = tmp_path_factory.mktemp("native") / "check_verify_attn"
-    run(
-        "g++",
-        *FLAGS,
-        *(str(NATIVE / f"{name}.cpp") for name in ("check_verify_attn", "verify_attn")),
-        "-o",
-        str(program),
-    )
-    return program
 
 
 # The header
@@ -267,14 +255,16 @@ def test_tensors_from_and_to_values(tmp_path, programs):
 # The check of verify_attn
 
 
-def check(checker: Path, *paths: Path) -> tuple[int, list[str]]:
-    done = subprocess.run([checker, *paths], capture_output=True, encoding="utf-8", timeout=60)
-    return done.returncode, done.stdout.splitlines()
+checker = built  # the same programs, compiled once
+
+
+def check(programs: Built, *paths: Path) -> tuple[int, list[str]]:
+    return programs.run("check_verify_attn", *paths)
 
 
 def test_all_reference_files_pass(checker):
     code, lines = check(checker, *REFS)
-    assert code == 0 and len(lines) == len(REFS) == 14
+    assert code == 0 and len(lines) == len(REFS) == 16
     for path, line in zip(REFS, lines, strict=True):
         assert line.startswith(f"{path}  max abs ") and line.endswith("  ok")
 
@@ -323,7 +313,7 @@ def test_one_wrong_value_fails(tmp_path, checker, source, name, index, value, ve
 def test_damage_missing_tensors_and_no_files_fail(tmp_path, checker):
     tensors = dict(kdtr.read(SMALL))
     kdtr.write(tmp_path / "missing.kdtr", {name: tensors[name] for name in tensors if name != "lse"})
-    kdtr.write(tmp_path / "dtype.kdtr", tensors | {"q": tensors["q"].astype(np.float16)})
+    kdtr.write(tmp_path / "dtype.kdtr", tensors | {"q": tensors["q"].astype(np.float64)})
     kdtr.write(tmp_path / "shape.kdtr", tensors | {"out": tensors["out"][:, :, :, :-1]})
     narrow = dict(kdtr.read(BFLOAT16))
     kdtr.write(tmp_path / "narrow.kdtr", narrow | {"kv_cache": narrow["kv_cache"][:, :, :-1]})
@@ -331,7 +321,7 @@ def test_damage_missing_tensors_and_no_files_fail(tmp_path, checker):
     names = ["missing", "dtype", "shape", "narrow", "flipped", "absent"]
     code, lines = check(checker, *[tmp_path / f"{name}.kdtr" for name in names])
     assert code == 1
-    reasons = ["no tensor 'lse'", "tensor 'q' is float16, not float32", "another shape", "another shape"]
+    reasons = ["no tensor 'lse'", "tensor 'q' is float64, not float32", "another shape", "another shape"]
     reasons += ["CRC-32", "No such file"]
     for line, reason in zip(lines, reasons, strict=True):
         assert "  FAIL " in line and reason in line

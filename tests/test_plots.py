@@ -28,6 +28,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import plot_accept  # noqa: E402
 import plot_attention  # noqa: E402
+import plot_decode  # noqa: E402
 import plot_launch  # noqa: E402
 import plot_speedup  # noqa: E402
 import plot_trees  # noqa: E402
@@ -37,7 +38,7 @@ import tables  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 from PIL import Image  # noqa: E402  # comes with matplotlib
 
-SCRIPTS = (plot_trees, plot_attention, plot_accept, plot_speedup, plot_launch)
+SCRIPTS = (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch)
 DRAWINGS = {drawing.name: drawing for script in SCRIPTS for drawing in script.DRAWINGS}
 each_drawing = pytest.mark.parametrize("drawing", DRAWINGS.values(), ids=DRAWINGS)
 
@@ -61,7 +62,13 @@ def ceilings():
 
 
 PEAKS = {  # of a variant: TFLOP/s it comes near, microseconds a call takes at least
-    **{"flash": (33, 15), "three_phase": (4, 12), "torch_eager": (70, 60), "torch_compiled": (380, 50)},
+    **{
+        "flash": (33, 15),
+        "mma": (300, 14),
+        "three_phase": (4, 12),
+        "torch_eager": (70, 60),
+        "torch_compiled": (380, 50),
+    },
     **{"torch_sdpa": (115, 15), "torch_flex": (52, 50), "triton": (240, 12), "flashinfer": (430, 25)},
     "flashmla": (650, 22),
 }
@@ -105,7 +112,7 @@ def attention():
         for dtype in ("float32", "bfloat16")
         for variant in PEAKS
         if not (variant == "three_phase" and x == "prefix" and size > 10000)
-        and not (dtype == "float32" and variant in ("flashinfer", "flashmla"))
+        and not (dtype == "float32" and variant in ("flashinfer", "flashmla", "mma"))
     ]
     for dtype in ("float32", "bfloat16"):
         for prefix in (37, 40000):
@@ -229,12 +236,21 @@ def accepts():
     return rows
 
 
+def decodings():
+    return [
+        {"mode": mode, "B": batch, "tokens": 96 * batch, "steps": steps, "tokens_per_second": 96e3 / steps / 20}
+        | {"draft_ms": 2 * batch, "build_ms": 1.5, "verify_ms": 20 + batch, "accept_ms": 1.25}
+        for batch in (1, 8)
+        for mode, steps in (("tree", 40), ("chain", 48), ("autoregressive", 96))
+    ]
+
+
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
     """A folder of results in which every figure finds what it shows."""
     folder = tmp_path_factory.mktemp("results")
     files = {"verify_attention": attention, "attention_error": errors, "ceilings": ceilings, "trees": tree_rows}
-    for name, rows in {**files, "merge_states": merges, "accept": accepts}.items():
+    for name, rows in {**files, "merge_states": merges, "accept": accepts, "decode": decodings}.items():
         write(folder / f"{name}.csv", rows())
     return folder
 
@@ -487,6 +503,23 @@ def test_the_stages_of_a_step_stand_one_behind_the_other(made_up):
             assert [width for _, _, width in bars] == [float(row["microseconds"]) for row in stages]
             assert [x for _, x, _ in bars] == [sum(w for _, _, w in bars[:n]) for n in range(len(bars))]
             assert list(axes.lines[0].get_xdata()) == [140, 140]
+
+
+def test_the_stages_of_decoding_stand_one_behind_the_other_for_every_mode(made_up):
+    rows = tables.read_rows(made_up / "decode.csv")
+    with style.drawn(DRAWINGS["decode_stages"], made_up, style.LIGHT) as found:
+        for axes, batch in zip(found[0].axes, ("1", "8"), strict=True):
+            bars = {bar.get_gid(): (bar.get_x(), bar.get_width()) for bar in axes.patches}
+            expected = {}
+            for row in (row for row in rows if row["B"] == batch):
+                begin = 0.0
+                for stage in ("draft", "build", "verify", "accept"):
+                    time = float(row[f"{stage}_ms"])
+                    expected[f"{batch}-{row['mode']}-{stage}"] = (begin, time)
+                    begin += time
+            assert bars == expected
+    texts = {text.strip() for text, *_ in drawn("decode_stages", made_up).texts}
+    assert {"2.4 tokens a step, 120 a second", "16.0 tokens a step, 100 a second"} <= texts
 
 
 def test_a_sweep_of_accepting_has_the_row_of_the_usual_size(made_up):
@@ -742,8 +775,8 @@ def test_the_page_has_every_figure_once_in_the_colours_of_the_reader(text):
 def test_every_row_of_every_file_is_on_the_page(made_up, text):
     page = Page(text)
     paths = list(made_up.glob("*.csv"))
-    assert len(paths) == 6 and {f"rows-{path.stem}" for path in paths} <= set(page.ids)
-    assert page.tags.count("tr") == 7 + 6 + sum(len(tables.read_rows(path)) + 1 for path in paths) - 6
+    assert len(paths) == 7 and {f"rows-{path.stem}" for path in paths} <= set(page.ids)
+    assert page.tags.count("tr") == 8 + 7 + sum(len(tables.read_rows(path)) + 1 for path in paths) - 7
     rows = tables.read_rows(made_up / "verify_attention.csv")
     assert {row["microseconds"] for row in rows} <= set(page.cells)
     for path in paths:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import ddtree_numba as dd
-from ddtree_numba.attention import flash, verify
+from ddtree_numba.attention import flash, mma, verify
 from ddtree_numba.attention.verify import FEW_KEYS
 from refs import oracle
 
@@ -27,6 +27,8 @@ sys.path.insert(0, str(ROOT / "profiling"))
 
 import bench_accept  # noqa: E402
 import bench_attention_error  # noqa: E402
+import bench_decode  # noqa: E402
+import bench_encodings  # noqa: E402
 import bench_merge_states  # noqa: E402
 import bench_trees  # noqa: E402
 import bench_verify_attention  # noqa: E402
@@ -38,6 +40,8 @@ ROWS = tables.read_rows()
 TREE_ROWS = tables.tree_rows()
 ERROR_ROWS, MERGE_ROWS = tables.read_rows(tables.ERRORS), tables.read_rows(tables.MERGES)
 ACCEPT_ROWS = tables.read_rows(tables.ACCEPTS)
+ENCODING_ROWS = tables.read_rows(tables.ENCODINGS)
+SAMPLED_ROWS, DECODING_ROWS = tables.read_rows(tables.SAMPLED), tables.read_rows(tables.DECODING)
 needs_tree_rows = pytest.mark.skipif(not TREE_ROWS, reason=f"{tables.TREES.name} is not measured yet")
 needs_error_rows = pytest.mark.skipif(not ERROR_ROWS, reason=f"{tables.ERRORS.name} is not measured yet")
 needs_merge_rows = pytest.mark.skipif(not MERGE_ROWS, reason=f"{tables.MERGES.name} is not measured yet")
@@ -123,6 +127,35 @@ def test_accept_rows_are_complete_and_say_what_was_measured_and_on_what():
     for row in ACCEPT_ROWS:  # nothing is faster than the memory, but that results may stay in L2
         if row["gb_per_s"]:
             assert float(row["gb_per_s"]) < 2 * float(copy["gb_per_s"]), row
+
+
+def test_encoding_rows_are_complete_and_say_what_was_measured_and_on_what():
+    conversions = [*((name, name) for name in bench_encodings.CONVERSIONS), ("mask_from_parents", "numpy")]
+    conversions += [("relabel", order) for order in bench_encodings.ORDERS]
+    expected = {(*of, str(batch), str(nodes)) for of in conversions for batch, nodes in bench_encodings.SIZES}
+    found = [tuple(row[name] for name in ("operator", "variant", "B", "Q")) for row in ENCODING_ROWS]
+    assert len(found) == len(set(found)) and set(found) == expected
+    for row in ENCODING_ROWS:
+        assert_measured(row)
+        assert float(row["microseconds"]) > 0 and row["checked"] and int(row["repeats"]) >= 3
+
+
+def test_samples_of_both_modes_follow_the_law_and_not_a_flatter_one():
+    assert [row["mode"] for row in SAMPLED_ROWS] == list(bench_decode.MODES)
+    for row in SAMPLED_ROWS:
+        assert int(row["samples"]) == bench_decode.SAMPLES and re.fullmatch("[0-9a-f]{40}", row["commit"])
+        assert float(row["p_value"]) > bench_decode.LEAST_PROBABLE > float(row["flatter_p_value"])
+
+
+def test_decoding_rows_have_every_mode_alone_and_together_and_their_stages_are_the_step():
+    modes = (*bench_decode.MODES, "autoregressive")
+    found = [(row["B"], row["mode"]) for row in DECODING_ROWS]
+    assert found == [(str(batch), mode) for batch in (1, bench_decode.BATCH) for mode in modes]
+    for row in DECODING_ROWS:
+        stages = sum(float(row[f"{stage}_ms"]) for stage in bench_decode.STAGES)
+        assert float(row["step_ms"]) == pytest.approx(stages, abs=0.003)
+        rate = 1e3 * int(row["tokens"]) / int(row["steps"]) / float(row["step_ms"])
+        assert float(row["tokens_per_second"]) == pytest.approx(rate, rel=0.005)
 
 
 def kinds_of_rows(rows):
@@ -495,11 +528,12 @@ def test_the_whole_measurement_of_one_problem_on_numpy(narrow, tmp_path):
     gpu, ways, tiles = Attention(), (*bench_verify_attention.WAYS, ("torch_eager", "")), flash.TILES
     case = bench_verify_attention.Case((2, 1, 3, 20), "float32", ways=ways, prefixes=(20, 4))
     made = list(bench_verify_attention.case_rows(gpu, case))
-    assert [row["right"] for row in made] == [True] * (len(ways) - 1), made
+    assert [row["right"] for row in made] == [True] * (len(ways) - 2), made
     tables.write_rows(tmp_path / "rows.csv", made, bench_verify_attention.FIELDS)
     rows = tables.read_rows(tmp_path / "rows.csv")
-    # The simulator's tiles are as small as the smaller ones, so flash_small would be the same again.
-    assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] != "flash_small"]
+    # The simulator's tiles are as small as the smaller ones, so flash_small would be the same again; mma takes 16 bits.
+    left_out = ("flash_small", "mma")
+    assert [(row["variant"], row["splits"]) for row in rows] == [way for way in ways if way[0] not in left_out]
     assert [row["tiles"] for row in rows] == ["", "16x16", "16x16", "16x16", ""]
     work = 2 * 3 * (23 + 7) * (48 + 32)
     nbytes = 4 * (2 * 3 * 48 + (23 + 7) * 48 + 2 * 3 * (32 + 1)) + 2 * (4 + 9)
@@ -515,6 +549,26 @@ def test_bfloat16_is_held_to_the_rounding_of_the_exact_result(narrow):
     rows = list(bench_verify_attention.case_rows(Attention(), case))
     assert [row["right"] for row in rows] == [True, True]
     assert 1e-3 < float(rows[0]["bound"]) < 5e-3 and float(rows[1]["bound"]) == peers.BOUNDS["bfloat16"][0]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_tensor_cores_are_measured_where_they_take_dtype_widths_and_gpu(monkeypatch, dtype):
+    monkeypatch.setattr(bench_attention_error, "NUM_HEADS", 1)
+    monkeypatch.setattr(bench_attention_error, "NUM_NODES", 2)
+    case = bench_verify_attention.Case((1, 1, 2, 5), dtype, ways=(("mma", "even"), ("torch_eager", "")))
+
+    def measured():
+        rows = list(bench_verify_attention.case_rows(Attention(), case))
+        assert all(row["right"] for row in rows) and all(row.keys() <= {*bench_verify_attention.FIELDS} for row in rows)
+        return {row["variant"]: row for row in rows}
+
+    assert measured()["mma"]["tiles"] == "32x16" and measured()["mma"]["microseconds"]
+    monkeypatch.setattr(bench_attention_error, "VARIANTS", ("mma",))
+    (row,) = bench_attention_error.error_rows(Attention(), 7, 2.0, dtype)
+    assert row["right"] and row["tiles"] == "32x16" and float(row["rel_frobenius"]) <= float(row["bound"])
+    assert list(bench_attention_error.error_rows(Attention(), 7, 2.0)) == []
+    monkeypatch.setattr(mma, "fitting_tiles", lambda device: [])
+    assert list(measured()) == ["torch_eager"]
 
 
 @pytest.mark.parametrize("result, wrong", [("out", np.nan), ("lse", np.nan), ("out", 1e-4), ("lse", 1e-4)])
@@ -582,7 +636,7 @@ def test_a_kernel_of_someone_else_is_checked_as_ours_is(narrow, monkeypatch, shi
     case = bench_verify_attention.Case((2, 1, 3, 9), "float32", ways=bench_verify_attention.BESIDE_EAGER)
     monkeypatch.setattr(bench_verify_attention, "AGAINST", (case,))
     gpu = Attention()
-    rows = {row["variant"]: row for row in bench_verify_attention.rows_against(gpu, "mine", call)}
+    rows = {row["variant"]: row for row in bench_verify_attention.rows_against(gpu, "mine", call, quick=False)}
     assert list(rows) == ["flash", "torch_eager", "mine"] and rows["flash"]["right"]
     assert rows["mine"]["right"] is right and ("microseconds" in rows["mine"]) is right
 
@@ -605,12 +659,13 @@ def test_every_case_of_attention_is_one_of_its_own(quick):
 
 def test_the_reference_files_that_are_timed_have_the_models_widths():
     names = [path.stem for path in bench_verify_attention.files()]
-    assert names and all(re.fullmatch(r"verify_attn_h\d+_p\d+_b\d+", name) for name in names)
+    assert names and all(re.fullmatch(r"verify_attn_h\d+_p\d+_b\d+(_bf16|_f16)?", name) for name in names)
 
 
 def test_the_measurement_of_errors_on_numpy(narrow):
     rows = list(bench_attention_error.error_rows(Attention(), 20, 2.0))
     variants = [x for x in bench_attention_error.VARIANTS if x not in peers.PEERS or peers.takes(x, "float32")]
+    variants.remove("mma")
     assert [row["variant"] for row in rows] == variants
     assert all(row["right"] for row in rows), rows
     assert all(float(row["max_ulp"]) < 20 for row in rows)
@@ -656,6 +711,8 @@ def made_up_attention(tmp_path):
         work = verify.flops(num_nodes, num_heads, list(case.prefixes) or [prefix] * batch)
         known |= {"B": batch, "H": num_heads, "Q": num_nodes, "prefix": prefix, "right": True, "gpu": "some GPU"}
         for variant, splits in case.ways:
+            if variant == "mma" and case.dtype == "float32":
+                continue
             if variant == "three_phase" and work > bench_verify_attention.THREE_PHASE_FLOPS:
                 continue
             speed = {"three_phase": 4, "flash": 16 if splits == "1" else 32, "flash_small": 26, "torch_eager": 25}.get(
@@ -669,7 +726,7 @@ def made_up_attention(tmp_path):
     rows = []
     for logit_std in bench_attention_error.LOGIT_STDS:
         for keys in bench_attention_error.KEYS:
-            for n, variant in enumerate(bench_attention_error.VARIANTS):
+            for n, variant in enumerate(name for name in bench_attention_error.VARIANTS if name != "mma"):
                 if variant == "three_phase" and not bench_attention_error.fits(keys):
                     continue
                 row = {
@@ -694,8 +751,9 @@ def test_sentences_and_tables_of_attention(made_up_attention):
     assert "at 4 times the error" in tables.bfloat16_sentence(rows)
     speed = tables.speed_table(rows).splitlines()
     assert len(speed) == 2 + 16 and len({line.count("|") for line in speed}) == 1
-    assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | 1,222 | 196 | 25.00 |"
-    assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | 11,888 | 25.00 |" in speed
+    assert speed[2] == "| 1,64,17,2048 | float32 | 153 | 32.00 | 64x32 | 188 | – | – | 1,222 | 196 | 25.00 |"
+    assert speed[3].startswith("| 1,64,17,2048 | bfloat16 | 153 | 32.00 | 64x32 | 188 | 122 | 40.00 | 1,222 |")
+    assert "| 1,64,65,32768 | float32 | 9,288 | 32.00 | 64x32 | – | – | – | – | 11,888 | 25.00 |" in speed
     errors = tables.numerics_table(rows).splitlines()
     assert len(errors) == 2 + 16 + 2 and len({line.count("|") for line in errors}) == 1
     splits = tables.splits_table(rows).splitlines()

@@ -65,10 +65,11 @@ def to_torch(x: np.ndarray, device: str = "cuda") -> Any:
         np.dtype(np.uint16): (np.int16, torch.uint16),
         np.dtype(np.uint32): (np.int32, torch.uint32),
     }
+    x = np.require(x, requirements=["C", "W"])  # PyTorch warns of what cannot be written, as a file's arrays
     if x.dtype in carriers:
         carrier, dtype = carriers[x.dtype]
-        return torch.from_numpy(np.ascontiguousarray(x).view(carrier)).to(device).view(dtype)
-    return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+        return torch.from_numpy(x.view(carrier)).to(device).view(dtype)
+    return torch.from_numpy(x).to(device)
 
 
 def to_cupy(x: np.ndarray) -> Any:

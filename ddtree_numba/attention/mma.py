@@ -618,6 +618,13 @@ class Plan(NamedTuple):
         return max(self.slots * self.tiles.rows * (R + 2), 4)
 
 
+def fitting_tiles(device: int) -> list[Tiles]:
+    """Those that a GPU has the shared memory for, the best first; none if it lacks the instructions."""
+    if compute_capability(device) < (8, 0):
+        return []
+    return [tiles for tiles in TILES if shared_bytes(tiles) <= shared_bytes_limit(device)]
+
+
 def make_plan(
     batch: int,
     num_nodes: int,
@@ -642,8 +649,8 @@ def make_plan(
             f"variant 'mma' takes kv_lora_rank = {R} and D = {D} alone (here they are {kv_lora_rank} and {head_dim}); "
             "variant 'flash' takes others"
         )
-    fitting = [tiles for tiles in TILES if shared_bytes(tiles) <= shared_bytes_limit(device)]
-    if compute_capability(device) < (8, 0) or not fitting:
+    fitting = fitting_tiles(device)
+    if not fitting:
         raise ValueError(
             "variant 'mma' needs compute capability 8.0 or later and "
             f"{shared_bytes(TILES[-1])} bytes of shared memory, which {device_name(device)} does not have"

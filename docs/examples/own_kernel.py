@@ -1,8 +1,8 @@
-"""A kernel of your own beside ours: ``python docs/examples/own_kernel.py``.
+"""A kernel of your own beside ours: ``python docs/examples/own_kernel.py [--full]``.
 
 It merges attention states as `ddtree_numba.merge_states` does, a block a row, in float32 alone. On a GPU it is checked
-and timed on the sizes of the benchmark, beside ours, PyTorch and Triton, and its figure is drawn; that needs PyTorch,
-nvidia-ml-py and matplotlib. Without a GPU it is checked in the simulator.
+and timed on two sizes of the benchmark, with ``--full`` on all, beside ours, PyTorch and Triton, and its figure is
+drawn; that needs PyTorch, nvidia-ml-py and matplotlib. Without a GPU it is checked in the simulator.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
     if not SIMULATOR:
         import harness
 
-        print(harness.against("merge_states", "mine", mine))
+        print(harness.against("merge_states", "mine", mine, quick="--full" not in sys.argv))
         return 0
     random = np.random.default_rng(0)
     states = [random.normal(size=shape).astype(np.float32) for shape in ((3, 2, 40), (3, 2)) * 2]

@@ -3,9 +3,10 @@
 //     g++ -std=c++17 -O2 -I ../../ddtree_numba/include check_verify_attn.cpp verify_attn.cpp -o check_verify_attn
 //     ./check_verify_attn ../verify_attn_*.kdtr
 //
-// q and the cache may be bfloat16 in a file; verify_attn gets them as float32. One line a file: its name, the largest
-// absolute error of out, the relative Frobenius error of out, the largest error of lse relative to max(1, |lse|), "ok"
-// or what is wrong. The exit code is 0 if all files pass, 1 if one fails or cannot be used, 2 if there is none.
+// q and the cache may be float16 or bfloat16 in a file; verify_attn gets them as float32. One line a file: its name, the
+// largest absolute error of out, the relative Frobenius error of out, the largest error of lse relative to
+// max(1, |lse|), "ok" or what is wrong. The exit code is 0 if all files pass, 1 if one fails or cannot be used, 2 if
+// there is none.
 
 #include "check.hpp"
 #include "verify_attn.hpp"
@@ -47,8 +48,8 @@ Problem problem_of(const kdtr::File& file, Widened& widened) {
     p.kv_lora_rank = *get<std::int32_t>(file, "kv_lora_rank", {});
     p.sm_scale = *get<double>(file, "sm_scale", {});
     require(p.kv_lora_rank >= 1 && p.kv_lora_rank <= p.head_dim, "kv_lora_rank is not 1 to D");
-    widened.q = check::get_as<float, float, kdtr::Bfloat16>(file, "q", q);
-    widened.kv_cache = check::get_as<float, float, kdtr::Bfloat16>(file, "kv_cache", {cache[0], cache[1], q[3]});
+    widened.q = check::get_floats(file, "q", q);
+    widened.kv_cache = check::get_floats(file, "kv_cache", {cache[0], cache[1], q[3]});
     p.q = widened.q.data();
     p.kv_cache = widened.kv_cache.data();
     p.cache_seqlens = get<std::int32_t>(file, "cache_seqlens", {q[0]});
