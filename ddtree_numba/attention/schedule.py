@@ -1,8 +1,9 @@
 """Which block of the wgmma variant takes which key tiles, from lengths that only the device knows.
 
-Work is a rectangle for each request: its row tiles (64 rows of nodes and heads) by its key tiles (64 keys). A *piece* is
-a row tile and a run of key tiles of one request; a block takes its pieces one after the other. A row tile whose keys are
-one piece is *whole*: its block writes results. The pieces of the others leave states, in slots, that `combine` merges.
+Work is a rectangle for each request: its row tiles (64 rows of nodes and heads) by its key tiles (64 keys). A *piece*
+is a row tile and a run of key tiles of one request; a block takes its pieces one after the other. A row tile whose keys
+are one piece is *whole*: its block writes results. The pieces of the others leave states, in slots, that `combine`
+merges.
 
 The key tiles of all requests stand one behind the other on a line of ``length`` tiles; each of the R row tiles has such
 a line. The G blocks take equal shares of the R lines, of ``share`` tiles each:
@@ -14,9 +15,9 @@ a line. The G blocks take equal shares of the R lines, of ``share`` tiles each:
     row tile 2  | block 2   | block 5   | .. 7       |      from memory once and from L2 R - 1 times; what is left
                 0           share       cut      length     behind the teams is counted line by line
 
-Where all row tiles together are no more than blocks, requests may be cut into even runs instead, each for a block of its
-own: no block then begins a second piece. The cheaper one by `TILE`, `PIECE` and `MERGE` is taken. All follows from the lengths
-alone, so the same lengths give the same pieces, and the same bits.
+Where all row tiles together are no more than blocks, requests may be cut into even runs instead, each for a block of
+its own: no block then begins a second piece. The cheaper one by `TILE`, `PIECE` and `MERGE` is taken. All follows from
+the lengths alone, so the same lengths give the same pieces, and the same bits.
 
 The functions are compiled into the kernels and are plain Python at the same time.
 """
@@ -129,7 +130,6 @@ REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1,
 BEGIN, END, ITEM_FIELDS = 2, 3, 4  # of an item beside request and row tile: its run on the line
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 
-
 @_device
 def _scan(sums, t, x):
     """The sum of x of the threads up to this one; all threads of the block call it."""
@@ -217,7 +217,9 @@ def _shared_pieces(c, batch, starts, lengths, max_seqlen, row_tiles, blocks, pla
             slot = slot_of(count, at, begin, share, cut, row_tile, blocks) if split else -1
             row = c if num_pieces == 0 else n + num_pieces - 1
             following = n + num_pieces if count + last - at < stop else -1
-            _write_piece(pieces, row, b, row_tile, at - begin, last - at, slot, lengths, max_seqlen, following, num_pieces)
+            _write_piece(
+                pieces, row, b, row_tile, at - begin, last - at, slot, lengths, max_seqlen, following, num_pieces
+            )
         if split and at == begin:
             if write:
                 _write_item(items, m + num_items, b, row_tile, begin, end)

@@ -1,19 +1,27 @@
-"""Variant ``wgmma``: tree-verify MLA attention on Hopper's tensor cores (sm_90a), kv_lora_rank 512, rope 64.
+"""Variant `wgmma`: tree-verify MLA attention on Hopper's tensor cores (sm_90a), for kv_lora_rank 512 and rope 64.
 
-DRAFT: compiled, not run.
-
-A block of three warpgroups owns 64 rows of (node, head) and goes over key tiles of 64 in pairs, A (even) and B (odd):
+A block of three warpgroups owns 64 rows of (node, head), and goes over key tiles of 64 in pairs, A (even) and B (odd):
 
 - warpgroup 0: scores and softmax of A, output columns 0 .. 255
 - warpgroup 1: scores and softmax of B, output columns 256 .. 511
-- warpgroup 2: two threads that copy tiles, one for queries and A, one for B
+- warpgroup 2: two threads that send for tiles, one for queries and A, one for B
 
-The tensor pipe is kept in this order, by two named barriers: QK(A) | QK(B) | PV(A) | PV(B) | QK(next A) ..., so that
-softmax(A) runs under QK(B), softmax(B) under PV(A), and copies under both. Probabilities are taken relative to a
-reference of the row that moves only where a score exceeds it by 2**8: no warpgroup waits for the other's maximum, and
-accumulators are almost never rescaled.
+Two named barriers keep the tensor pipe in this order: QK(A) | QK(B) | PV(A) | PV(B) | QK(next A) ..., so that
+softmax(A) runs under QK(B), softmax(B) under PV(A), and copies under both. Weights are taken relative to a reference of
+the row, which moves only where a score exceeds it by 2**8: no warpgroup waits for the other's maximum, and accumulators
+are almost never scaled. Weights are rounded to the cache's format for PV; the lse takes those that are not.
 
-Source: FlashMLA's seesaw (github.com/deepseek-ai/FlashMLA, docs); FlashAttention-4 for the lazy reference.
+- Phase 0: barriers, and the tensor maps where copies read them.
+- Phase 1: copies. What lies behind a tensor arrives as zeros, and rows behind the last live one are cleared, since
+  0 * NaN would be NaN.
+- Phase 2: scores and weights. Only tiles that reach past the prefix look at the mask.
+- Phase 3: values.
+- Phase 4: the result, or a state for `combine`, which merges those of a row tile in the order of its keys.
+
+Which block has which tiles is planned by another kernel (schedule.py), once for all layers of a step. No block waits
+for another and nothing is atomic: the same inputs give the same bits.
+
+Source: FlashMLA's seesaw (github.com/deepseek-ai/FlashMLA, docs); the lazy reference: FlashAttention-4.
 """
 
 from __future__ import annotations
@@ -25,14 +33,30 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from ddtree_numba.attention import schedule
 from ddtree_numba.attention.schedule import (
-    BEGIN, COUNT, CUT, END, FIRST, HEADER, ITEMS, LENGTH, PREFIX, REQUEST, ROW_TILE, RUN, SHARE, SLOT, count_of, over,
-    NEXT, ORDER, SPLITS, pieces_of, slot_of, start_of,
-)  # fmt: skip
+    BEGIN,
+    COUNT,
+    CUT,
+    END,
+    FIRST,
+    ITEMS,
+    LENGTH,
+    NEXT,
+    ORDER,
+    PREFIX,
+    REQUEST,
+    ROW_TILE,
+    RUN,
+    SHARE,
+    SLOT,
+    SPLITS,
+    count_of,
+    over,
+    pieces_of,
+    slot_of,
+    start_of,
+)
 from ddtree_numba.device import hopper
-from ddtree_numba.device.bf16 import f32_to_bf16
-from ddtree_numba.device.warp import fresh_thread
 from ddtree_numba.device.hopper import (
     acquire_map,
     address,
@@ -44,8 +68,8 @@ from ddtree_numba.device.hopper import (
     exp_tile_in_place,
     factor,
     inverses,
-    load_fours,
     keep_map,
+    load_fours,
     load_shared,
     log_sums,
     make_pack_tile,
@@ -67,6 +91,7 @@ from ddtree_numba.device.hopper import (
     quad_max,
     quad_sum,
     raised,
+    release_maps,
     rows_add,
     rows_max,
     rows_times,
@@ -79,6 +104,7 @@ from ddtree_numba.device.hopper import (
     tile_max,
     tile_sum,
 )
+from ddtree_numba.device.warp import fresh_thread
 
 THREADS = 384
 LAUNCH_BOUNDS = (THREADS, 1)
@@ -109,7 +135,6 @@ exp = cuda.libdevice.expf
 u64, i64, u32, i32 = types.uint64, types.int64, types.uint32, types.int32
 
 device = cuda.jit(device=True, inline="always")
-hopper_release = hopper.instruction("fence.proxy.tensormap::generic.release.gpu;")
 
 
 @device
@@ -141,15 +166,15 @@ def words_seen(mask, b, node, first, num_nodes, column):
 @device
 def bools_seen(mask, b, node, first, num_nodes, column):
     found = u64(0)
-    for m in range(8):
-        for e in range(2):
-            c = 8 * m + column + e
-            t = first + c
-            on = t < 0
-            if t >= 0 and t < num_nodes:
-                on = mask[b, node, t] & 1 != 0
-            if on:
-                found |= u64(1) << u64(c)
+    c = column
+    while c < 64:
+        t = i32(first + c)
+        on = t < 0
+        if t >= 0 and t < num_nodes:
+            on = mask[b, node, t] & 1 != 0
+        if on:
+            found |= u64(1) << u64(c)
+        c = i32(c + (7 if c & 1 else 1))
     return found
 
 
@@ -292,7 +317,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         """Scores of a tile whose first key is tree column ``tree``, -inf where a row's node does not see a key."""
         b = pieces[n, REQUEST]
         first = pieces[n, ROW_TILE] * 64 + row_here()
-        column = (lane_here() & 3) * 2
+        column = i32((lane_here() & 3) * 2)
         node = min(over(first, num_heads), num_nodes - 1)
         other = min(over(first + 8, num_heads), num_nodes - 1)
         seen = seen_by(mask, b, node, tree, num_nodes, column) >> u64(column)
@@ -384,7 +409,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         lane = t & 31
         c = cuda.blockIdx.x
         num_rows = num_nodes * num_heads
-        row_tiles = (num_rows + 63) >> 6
         bar = s0 + BARRIERS
 
         # Phase 0: barriers, and tensor maps where copies read them
@@ -405,13 +429,13 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
             keep_map(map_at, q_nope_map)
             keep_map(map_at + 128, q_pe_map)
             keep_map(map_at + 256, kv_map)
-            hopper_release()
+            release_maps()
             acquire_map(map_at)
             acquire_map(map_at + 128)
             acquire_map(map_at + 256)
         if t == PRODUCER + 32:
             keep_map(map_at + 384, kv_map)
-            hopper_release()
+            release_maps()
             acquire_map(map_at + 384)
         cuda.syncthreads()
         stamp(maps, 1)
@@ -464,7 +488,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             mbarrier_expect(bar + FULL_A + 8 * k, BOX)
                             copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
                         page = ahead
-                        u += 1
+                        u = i32(u + 1)
                         j = i32(j + 2)
                     n = pieces[n, NEXT]
                     i += 1
@@ -498,7 +522,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             mbarrier_expect(bar + FULL_B + 8 * k, BOX)
                             copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
                         page = ahead
-                        u += 1
+                        u = i32(u + 1)
                         j = i32(j + 2)
                     n = pieces[n, NEXT]
             return  # in here: code of the consumers behind this would get the producers' registers
@@ -509,7 +533,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         if warp < 4:
             # Warpgroup 0: tiles A, columns 0 .. 255
             full = bar + FULL_A
-            u = 0
+            u = i32(0)
             n = i32(cuda.blockIdx.x)
             while n >= 0:
                 count = pieces[n, COUNT]
@@ -517,12 +541,12 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
+                ahead = i32(pieces[n, PREFIX] - pieces[n, FIRST] * 64)
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)  # reference of o and l
                 rp = (LOWEST, LOWEST)  # of the next probabilities
                 l = (ZERO, ZERO)
-                live = ahead + num_nodes
+                live = i32(ahead + num_nodes)
                 if live < 64:
                     wait_whole(full, u & 1)
                     clear_rows(s0 + KEYS_A, live)
@@ -532,14 +556,14 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     named_arrive(QK_A_ISSUED, 256)
                 s = wait_s(s)
                 stamp(maps, 3 + (pieces[n, ORDER] & 1) * 5)
-                u += 1
+                u = i32(u + 1)
                 j = i32(0)
                 while j < count:
                     if j + 2 >= count:
                         if lane_here() == 0:
                             mbarrier_arrive(bar + QUERY_FREE)
-                    # softmax of A, under QK(B)
-                    tree = j * 64 - ahead
+                    # Phase 2: softmax of A, under QK(B)
+                    tree = i32(j * 64 - ahead)
                     if tree > -64:
                         s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                     x = exp_tile(s, rp, scale)
@@ -557,7 +581,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                         named_sync(QK_B_ISSUED, 256)
                     else:
                         named_sync(ALONE_0, 128)
-                    # PV(A) left from registers; P(A) to warpgroup 1 under it
+                    # Phase 3: PV(A) left from registers; P(A) to warpgroup 1 under it
                     o = pv_a_left(o, p, dv)
                     keep_probabilities(p, s0 + PROBS_A)
                     keep_pair(s0 + REFERENCE_A, rp)
@@ -578,7 +602,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             o = scale_tile(o, f)
                             l = rows_times(l, f)
                         if j + 2 < count:
-                            live = ahead + num_nodes - (j + 2) * 64
+                            live = i32(ahead + num_nodes - (j + 2) * 64)
                             if live < 64:
                                 wait_whole(full, u & 1)
                                 clear_rows(s0 + KEYS_A, live)
@@ -594,14 +618,14 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                             if j + 3 < count:
                                 named_arrive(QK_A_ISSUED, 256)
                             s = wait_s(s)
-                            u += 1
+                            u = i32(u + 1)
                         else:
                             o = pv_b_left(o, dq, dv)
                             o = wait_o(o)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                     j = i32(j + 2)
-                # Sums of both warpgroups; results or a state
+                # Phase 4: sums of both warpgroups, results or a state
                 xa = s0 + EXCHANGE + (pieces[n, ORDER] & 1) * 1024
                 l = quad_sum(l)
                 keep_pair(xa, l)
@@ -636,7 +660,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
             full = bar + FULL_B
-            u = 0
+            u = i32(0)
             n = i32(cuda.blockIdx.x)
             while n >= 0:
                 count = pieces[n, COUNT]
@@ -644,7 +668,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     break
                 # Keys of the prefix from the piece's first tile on. The rest is read anew where it is needed: registers
                 # are scarce.
-                ahead = pieces[n, PREFIX] - pieces[n, FIRST] * 64
+                ahead = i32(pieces[n, PREFIX] - pieces[n, FIRST] * 64)
                 o = wait_o(zeros())
                 ro = (LOWEST, LOWEST)
                 rp = (LOWEST, LOWEST)
@@ -657,26 +681,26 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 j = i32(0)
                 while j < count:
                     if j + 1 < count:
-                        live = ahead + num_nodes - (j + 1) * 64
+                        live = i32(ahead + num_nodes - (j + 1) * 64)
                         if live < 64:
                             wait_whole(full, u & 1)
                             clear_rows(s0 + KEYS_B, live)
                             named_sync(ALONE_1, 128)
-                        # QK(B), behind QK(A)
+                        # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
                         mbarrier_wait(full, u & 1)
                         s = scores_b(qk0_b(undefined(), dq, dq), full, u & 1, dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
-                        u += 1
+                        u = i32(u + 1)
                         if j + 3 >= count:
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + QUERY_FREE)
-                        tree = (j + 1) * 64 - ahead
+                        tree = i32((j + 1) * 64 - ahead)
                         if tree > -64:
                             s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                         m = tile_max(s)
-                        # PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
+                        # Phase 3: PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
                         named_sync(P_A_READY, 256)
                         rn = pair_at(s0 + REFERENCE_A)
                         rp = rows_max(rp, rn)
@@ -747,11 +771,12 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
 
                 stamp(maps, 6 + (pieces[n, ORDER] & 1) * 5)
                 n = pieces[n, NEXT]
+
     return wgmma
 
 
 COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
-FEW_SPLITS = 8
+FEW_SPLITS = 16
 
 
 @functools.cache
@@ -788,7 +813,7 @@ def make_combine(out_kind: str) -> Any:
             else:
                 num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
             row = (rows & 3) * 16 + (lane >> 2)
-            # Phase 1: sums of this warp's states, relative to the largest lse so far. A lane finds the slot of every 32nd
+            # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
             m0, m1, l0, l1 = LOWEST, LOWEST, ZERO, ZERO
             for k in range(16):
                 x[k] = ZERO

@@ -22,6 +22,9 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``more_registers(n)``
 ``descriptor(at, leading, stride)``         wgmma's matrix descriptor for 128-byte swizzled tiles; strides in bytes
 ``make_wgmma(...)``                         wgmma.mma_async, several k steps in one piece of assembly
+``release_maps()``                          fence.proxy.tensormap, release: what `keep_map` wrote, for `acquire_map`
+``prefetch(at)``                            prefetch.global.L2: the line of global memory
+``clock()``                                 %globaltimer, nanoseconds
 ``make_wait(n, pending)``                   wgmma.wait_group; takes and returns the accumulators, so that nothing that
                                             reads them moves ahead of it
 ==========================================  ========================================================================
@@ -74,12 +77,26 @@ def words(n):
     return types.UniTuple(types.uint32, n)
 
 
+def of_arguments(body, count):
+    """``body``, which takes any number of arguments, as a function of so many: an intrinsic's are counted."""
+    return (
+        lambda ctx: body(ctx),
+        lambda ctx, a: body(ctx, a),
+        lambda ctx, a, b: body(ctx, a, b),
+        lambda ctx, a, b, c: body(ctx, a, b, c),
+        lambda ctx, a, b, c, d: body(ctx, a, b, c, d),
+        lambda ctx, a, b, c, d, e: body(ctx, a, b, c, d, e),
+        lambda ctx, a, b, c, d, e, f: body(ctx, a, b, c, d, e, f),
+    )[count]
+
+
 def instruction(text, operands="", result=types.void, effect=True):
     """An intrinsic that is one instruction; operands: r and l for integers of 32 and 64 bits, f for float32."""
 
     def body(typingctx, *arguments):
         def codegen(context, builder, signature, args):
-            given = [a if c == "f" else sized(builder, a, 32 if c == "r" else 64) for a, c in zip(args, operands)]
+            kinds = zip(args, operands, strict=True)
+            given = [a if c == "f" else sized(builder, a, 32 if c == "r" else 64) for a, c in kinds]
             outer = {types.void: (VOID, []), types.float32: (F32, ["=f"]), types.int32: (I32, ["=r"])}
             outer[types.int64] = (I64, ["=l"])
             kind, out = outer[result]
@@ -89,10 +106,7 @@ def instruction(text, operands="", result=types.void, effect=True):
 
         return result(*arguments), codegen
 
-    names = ", ".join(f"a{i}" for i in range(len(operands)))
-    scope = {"body": body}
-    exec(f"def one(typingctx{', ' * bool(names)}{names}):\n    return body(typingctx{', ' * bool(names)}{names})", scope)
-    return intrinsic(scope["one"])
+    return intrinsic(of_arguments(body, len(operands)))
 
 
 @intrinsic
@@ -100,7 +114,8 @@ def shared_address(typingctx, array):
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         byte = ir.IntType(8)
-        return builder.ptrtoint(builder.addrspacecast(builder.bitcast(data, byte.as_pointer()), byte.as_pointer(3)), I32)
+        shared = builder.addrspacecast(builder.bitcast(data, byte.as_pointer()), byte.as_pointer(3))
+        return builder.ptrtoint(shared, I32)
 
     return types.int32(array), codegen
 
@@ -122,6 +137,7 @@ mbarrier_wait = instruction(
     "@done bra DONE;\nbra AGAIN;\nDONE:\n}",
     "rr",
 )
+release_maps = instruction("fence.proxy.tensormap::generic.release.gpu;")
 acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l")
 copy_box = instruction(
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5}], [$2];",
@@ -210,9 +226,7 @@ def make_wgmma(kind, n, a_offsets, b_offsets, *, b_transposed=0, first=False, co
         else:
             lines.append(f"add.s64 a, ${count}, {a_offsets[step] >> 4};")
             a, flags = "a", f"more, 1, 1, 0, {b_transposed}"
-        lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{accumulators}}}, {a}, b, {flags};"
-        )
+        lines.append(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{kind}.{kind} {{{accumulators}}}, {a}, b, {flags};")
     if commit:
         lines.append("wgmma.commit_group.sync.aligned;")
     text = "\n".join([*lines, "}"])
@@ -313,15 +327,12 @@ def by_rows(work, count):
 
     def body(typingctx, *pairs):
         def codegen(context, builder, signature, args):
-            columns = zip(*(elements(builder, a) if isinstance(a.type, ir.ArrayType) else [a] * 2 for a in args), strict=True)
-            return packed(builder, F32, [work(builder, *column) for column in columns])
+            both = [elements(builder, a) if isinstance(a.type, ir.ArrayType) else [a] * 2 for a in args]
+            return packed(builder, F32, [work(builder, *column) for column in zip(*both, strict=True)])
 
         return floats(2)(*pairs), codegen
 
-    names = ", ".join(f"a{i}" for i in range(count))
-    scope = {"body": body}
-    exec(f"def one(typingctx, {names}):\n    return body(typingctx, {names})", scope)
-    return intrinsic(scope["one"])
+    return intrinsic(of_arguments(body, count))
 
 
 rows_max = by_rows(maximum, 2)
@@ -346,7 +357,8 @@ factor = by_rows(_factor, 2)
 def _inverse(builder, x):
     """1 / x to an ulp or so, 0 for 0: an approximation and a step of Newton's; a division would take a call."""
     first = assembly(builder, F32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False)
-    error = assembly(builder, F32, [builder.fsub(F32(-0.0), x), first], "fma.rn.ftz.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", False)
+    minus = builder.fsub(F32(-0.0), x)
+    error = assembly(builder, F32, [minus, first], "fma.rn.ftz.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", False)
     second = assembly(builder, F32, [error, first], "fma.rn.ftz.f32 $0, $1, $2, $2;", "=f,f,f", False)
     return builder.select(builder.fcmp_ordered(">", x, F32(0.0)), second, F32(0.0))
 
@@ -361,13 +373,19 @@ def _log_sum(builder, reference, x):
 inverses, log_sums = by_rows(_inverse, 1), by_rows(_log_sum, 2)
 
 
+def by_halves(builder, tile, join):
+    """A pair: of a tile's elements in each row, all joined."""
+    e = elements(builder, tile)
+    rows = ([x for i, x in enumerate(e) if half(i) == h] for h in (0, 1))
+    return packed(builder, F32, [joined(builder, row, join) for row in rows])
+
+
 @intrinsic
 def tile_max(typingctx, s):
     """This thread's largest score of each row."""
 
     def codegen(context, builder, signature, args):
-        e = elements(builder, args[0])
-        return packed(builder, F32, [joined(builder, [x for i, x in enumerate(e) if half(i) == h], maximum) for h in (0, 1)])
+        return by_halves(builder, args[0], maximum)
 
     return floats(2)(s), codegen
 
@@ -377,8 +395,7 @@ def tile_sum(typingctx, p):
     """This thread's sum of each row."""
 
     def codegen(context, builder, signature, args):
-        e = elements(builder, args[0])
-        return packed(builder, F32, [joined(builder, [x for i, x in enumerate(e) if half(i) == h], add) for h in (0, 1)])
+        return by_halves(builder, args[0], add)
 
     return floats(2)(p), codegen
 
@@ -414,7 +431,8 @@ def mask_tile(typingctx, s, seen):
         found = []
         for i, x in enumerate(elements(builder, args[0])):
             bit = 1 << (8 * (i // 4) + (i & 1))
-            on = builder.icmp_unsigned("!=", builder.and_(bits[half(i)], I64(bit - (1 << 64 if bit >> 63 else 0))), I64(0))
+            of_row = builder.and_(bits[half(i)], I64(bit - (1 << 64 if bit >> 63 else 0)))
+            on = builder.icmp_unsigned("!=", of_row, I64(0))
             found.append(builder.select(on, x, F32(float("-inf"))))
         return packed(builder, F32, found)
 
