@@ -59,6 +59,16 @@ def drawn(seed: int) -> Sizes:
     )
 
 
+def sizes_of(tiles: tuple[int, ...], row_tiles: int, blocks: int) -> Sizes:
+    """Requests of so many key tiles, the last one full."""
+    lengths = np.array([64 * n - 1 for n in tiles], np.int32)
+    return Sizes(lengths=lengths, num_nodes=1, max_seqlen=2**20, row_tiles=row_tiles, blocks=blocks)
+
+
+# Even runs of 18 tiles would do but for the merging of two of them: shares are of 14.
+BETWEEN = sizes_of((36, 18), 1, 4)
+
+
 def planned(sizes: Sizes, module: ModuleType = schedule) -> dict[str, np.ndarray]:
     """What the kernel writes; the rest is spoiled."""
     batch, row_tiles, blocks = len(sizes["lengths"]), sizes["row_tiles"], sizes["blocks"]
@@ -157,6 +167,7 @@ def check(sizes: Sizes, module: ModuleType = schedule) -> bool:
 def test_plans_of_all_kinds_of_sizes():
     even = [check(drawn(seed)) for seed in range(60)]
     assert 10 < sum(even) < 50, "both ways of cutting must have been tried"
+    assert not check(BETWEEN) and check(sizes_of((28, 14), 1, 4))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (63,), (64,), (100000,), (0, 0, 0), (5000, 0, 0, 1)], ids=str)
@@ -198,9 +209,11 @@ def test_the_kernel_without_a_mistake_passes():
 
 
 @only_simulated
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_kernels_with_a_mistake_fail(mistake):
     module = build(*MISTAKES[mistake])
     with pytest.raises((AssertionError, IndexError), match=r"FAIL|out of bounds|assert"):
         for seed in range(60):
             check(drawn(seed), module)
+        check(BETWEEN, module)

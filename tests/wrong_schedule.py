@@ -28,6 +28,7 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "scan_without_the_first": (("if t >= step else 0", "if t > step else 0"),),
     "even_runs_never": (("if batch * row_tiles <= blocks:", "if batch * row_tiles <= 0:"),),
     "even_runs_always": (("if even <= share * TILE", "if 0 <= share * TILE"),),
+    "merging_costs_nothing": (("            even += MERGE\n", "            even += 0\n"),),
     "longest_of_the_first_thread": (("longest = max(longest, sums[i])", "longest = max(longest, sums[0])"),),
     "second_slot_is_the_first": (("    return block * 2 + 1\n", "    return block * 2\n"),),
     "no_slot_behind_the_teams": (("    if at == cut and at > begin:", "    if at < 0 and at > begin:"),),

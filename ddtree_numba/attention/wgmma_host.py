@@ -306,7 +306,7 @@ def require_alone(variant: str, num_splits: int | None, batch_invariant: bool) -
 # The plan
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """How the work of a step is shared out, on the device: for `verify_attention(..., variant="wgmma", plan=...)`.
 
