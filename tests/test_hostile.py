@@ -361,9 +361,12 @@ DEVICE_OPERATORS = [
 each_device_operator = pytest.mark.parametrize("operator", DEVICE_OPERATORS, ids=[x.name for x in DEVICE_OPERATORS])
 
 
+OF_MANY = [x for x in DEVICE_OPERATORS if len(list(array_paths(x.given()))) > 1]
+
+
 @gpu
 @needs_gpu
-@each_device_operator
+@pytest.mark.parametrize("operator", OF_MANY, ids=[x.name for x in OF_MANY])
 def test_host_arrays_among_device_arrays_are_refused(operator: Operator):
     given = operator.given()
     for path in array_paths(given):

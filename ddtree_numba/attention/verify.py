@@ -89,7 +89,7 @@ def verify_attention(
         bytes at a time, compute capability 8.0 and later; "auto" does not take it.
         "wgmma": Hopper's tensor cores, compute capability 9.x, for the same dtypes and widths; nodes and heads of q one
         axis of rows, pages of a multiple of 64 tokens or a contiguous cache, no num_splits, no batch_invariant
-        (docs/wgmma.md). Its first call for a dtype, out_dtype and kind of mask compiles for some 11 seconds; "auto"
+        (docs/wgmma.md). Its first call for a dtype, out_dtype and kind of mask compiles for some 8 seconds; "auto"
         does not take it.
         Those in _numpy are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
