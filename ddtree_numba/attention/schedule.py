@@ -130,6 +130,7 @@ REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1,
 BEGIN, END, ITEM_FIELDS = 2, 3, 4  # of an item beside request and row tile: its run on the line
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 
+
 @_device
 def _scan(sums, t, x):
     """The sum of x of the threads up to this one; all threads of the block call it."""
