@@ -447,7 +447,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 prefetch(address(plan))
                 for i in range(2):
                     node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
-                    prefetch(address(mask) + (i64(b) * num_nodes + node) * mask.shape[2] * mask.itemsize)
+                    prefetch(address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
             if t == PRODUCER and count > 0:
                 u = 0
                 i = 0
