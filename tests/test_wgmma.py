@@ -187,6 +187,20 @@ def test_causal_masks_and_longest_lengths_in_the_mirror():
     assert_same_bits(attend(clamped, max_seqlen=100), expected)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_nan_queries_and_rows_stay_where_they_are_in_the_mirror():
+    inputs = make_inputs(case("nan", (20, 3), Q=5, H=2))
+    expected = attend(inputs)
+    q, cache = inputs["q"].copy(), inputs["kv_cache"].copy()
+    q[0, 1, 0, 3] = np.nan
+    cache[1, 2] = np.nan
+    out, lse = attend(inputs, q=q, kv_cache=cache)
+    assert np.isnan(out[0, 1, 0]).all() and np.isnan(lse[0, 1, 0])
+    assert np.isnan(out[1]).all() and np.isnan(lse[1]).all()
+    others = [0, 2, 3, 4]
+    assert_same_bits((out[0, others], lse[0, others]), (expected[0][0, others], expected[1][0, others]))
+
+
 # What is taken
 
 

@@ -239,6 +239,8 @@ def test_nan_queries_stay_in_their_row_and_nan_rows_in_their_request():
     out, lse = attend(**arguments(inputs, q=q, kv_cache=cache))
     others = np.ones((9, 4), np.bool_)
     others[2, 1] = False
+    assert np.isnan(as_float(out)[0, 2, 1]).all() and np.isnan(lse[0, 2, 1]), "a NaN query"
+    assert np.isnan(as_float(out)[1]).all() and np.isnan(lse[1]).all(), "a NaN row that all nodes see"
     # Not bit by bit: the references of a warp's rows move together.
     out, exact = (as_float(x)[0][others].astype(np.float64) for x in (out, expected[0]))
     compare(out, exact, name="out", rel_frobenius=BOUNDS["bfloat16"]).check()

@@ -876,9 +876,9 @@ def make_combine(out_kind: str) -> Any:
                 store_halves(found, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
             if rows < 4 and part == 0 and lane & 3 == 0:
                 if r < num_rows:
-                    lse[b, r] = m0 + cuda.libdevice.logf(l0) if l0 > ZERO else -INF
+                    lse[b, r] = -INF if l0 == ZERO else m0 + cuda.libdevice.logf(l0)
                 if r + 8 < num_rows:
-                    lse[b, r + 8] = m1 + cuda.libdevice.logf(l1) if l1 > ZERO else -INF
+                    lse[b, r + 8] = -INF if l1 == ZERO else m1 + cuda.libdevice.logf(l1)
 
     return combine
 

@@ -696,7 +696,7 @@ def mirror(
 
 def state_of(ref, l, acc):
     """Values and lse, in nats, of sums relative to a reference; zeros where nothing was seen."""
-    nothing = ~(l > ZERO)
+    nothing = l == ZERO
     one = np.where(nothing, np.float32(1.0), l)
     values = np.where(nothing[:, None], ZERO, acc * (np.float32(1.0) / one)[:, None])
     return values, np.where(nothing, NEG_INF, (ref + np.log2(one)) * LN_2)

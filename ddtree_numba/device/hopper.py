@@ -355,19 +355,19 @@ factor = by_rows(_factor, 2)
 
 
 def _inverse(builder, x):
-    """1 / x to an ulp or so, 0 for 0: an approximation and a step of Newton's; a division would take a call."""
+    """1 / x to an ulp or so, 0 for 0, NaN for NaN: an approximation and a step of Newton's; a division would take a call."""
     first = assembly(builder, F32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False)
     minus = builder.fsub(F32(-0.0), x)
     error = assembly(builder, F32, [minus, first], "fma.rn.ftz.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", False)
     second = assembly(builder, F32, [error, first], "fma.rn.ftz.f32 $0, $1, $2, $2;", "=f,f,f", False)
-    return builder.select(builder.fcmp_ordered(">", x, F32(0.0)), second, F32(0.0))
+    return builder.select(builder.fcmp_unordered(">", x, F32(0.0)), second, F32(0.0))
 
 
 def _log_sum(builder, reference, x):
-    """Natural logarithm of 2 ** reference * x, -inf for x = 0."""
+    """Natural logarithm of 2 ** reference * x, -inf for x = 0, NaN for NaN."""
     log2 = assembly(builder, F32, [x], "lg2.approx.ftz.f32 $0, $1;", "=f,f", False)
     found = builder.fmul(builder.fadd(reference, log2), F32(0.6931471805599453))
-    return builder.select(builder.fcmp_ordered(">", x, F32(0.0)), found, F32(float("-inf")))
+    return builder.select(builder.fcmp_unordered(">", x, F32(0.0)), found, F32(float("-inf")))
 
 
 inverses, log_sums = by_rows(_inverse, 1), by_rows(_log_sum, 2)
@@ -484,7 +484,7 @@ def store_matrices(typingctx, tile, row, high, low_bits):
 
 def scaled(builder, x, inverse):
     """x * inverse, and 0 for a row of inverse 0: there x may be NaN, of rows that nobody sees."""
-    live = builder.fcmp_ordered(">", inverse, F32(0.0))
+    live = builder.fcmp_unordered(">", inverse, F32(0.0))
     return builder.select(live, builder.fmul(x, inverse), F32(0.0))
 
 
