@@ -355,7 +355,7 @@ factor = by_rows(_factor, 2)
 
 
 def _inverse(builder, x):
-    """1 / x to an ulp or so, 0 for 0, NaN for NaN: an approximation and a step of Newton's; a division would take a call."""
+    """1 / x to an ulp or so, 0 for 0, NaN for NaN: by a step of Newton's, since a division would take a call."""
     first = assembly(builder, F32, [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False)
     minus = builder.fsub(F32(-0.0), x)
     error = assembly(builder, F32, [minus, first], "fma.rn.ftz.f32 $0, $1, $2, 0f3F800000;", "=f,f,f", False)
