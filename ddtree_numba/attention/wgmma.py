@@ -323,25 +323,31 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         seen = seen_by(mask, b, node, tree, num_nodes, column) >> u64(column)
         return mask_tile(s, (seen, seen_by(mask, b, other, tree, num_nodes, column) >> u64(column)))
 
-    @device
-    def scores_a(s, full, parity, d):
-        """The scores of a tile behind its first box, box by box as they arrive; rope before the right half."""
-        mbarrier_wait(full + 8, parity)
-        s = qk1_a(s, d, d)
-        mbarrier_wait(full + 16, parity)
-        s = qk2_a(s, d, d)
-        mbarrier_wait(full + 24, parity)
-        s = qk3_a(s, d, d)
-        mbarrier_wait(full + 64, parity)
-        s = qk8_a(s, d, d)
-        mbarrier_wait(full + 32, parity)
-        s = qk4_a(s, d, d)
-        mbarrier_wait(full + 40, parity)
-        s = qk5_a(s, d, d)
-        mbarrier_wait(full + 48, parity)
-        s = qk6_a(s, d, d)
-        mbarrier_wait(full + 56, parity)
-        return qk7_a(s, d, d)
+    def scores_of(qk1, qk2, qk3, qk4, qk5, qk6, qk7, qk8):
+        @device
+        def scores(s, full, parity, d):
+            """The scores of a tile behind its first box, box by box as they arrive; rope before the right half."""
+            mbarrier_wait(full + 8, parity)
+            s = qk1(s, d, d)
+            mbarrier_wait(full + 16, parity)
+            s = qk2(s, d, d)
+            mbarrier_wait(full + 24, parity)
+            s = qk3(s, d, d)
+            mbarrier_wait(full + 64, parity)
+            s = qk8(s, d, d)
+            mbarrier_wait(full + 32, parity)
+            s = qk4(s, d, d)
+            mbarrier_wait(full + 40, parity)
+            s = qk5(s, d, d)
+            mbarrier_wait(full + 48, parity)
+            s = qk6(s, d, d)
+            mbarrier_wait(full + 56, parity)
+            return qk7(s, d, d)
+
+        return scores
+
+    scores_a = scores_of(qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
+    scores_b = scores_of(qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
 
     @device
     def first_scores(full, parity, query, query_parity, d):
@@ -373,25 +379,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         mbarrier_wait(query + 56, query_parity)
         mbarrier_wait(full + 56, parity)
         return qk7_a(s, d, d)
-
-    @device
-    def scores_b(s, full, parity, d):
-        mbarrier_wait(full + 8, parity)
-        s = qk1_b(s, d, d)
-        mbarrier_wait(full + 16, parity)
-        s = qk2_b(s, d, d)
-        mbarrier_wait(full + 24, parity)
-        s = qk3_b(s, d, d)
-        mbarrier_wait(full + 64, parity)
-        s = qk8_b(s, d, d)
-        mbarrier_wait(full + 32, parity)
-        s = qk4_b(s, d, d)
-        mbarrier_wait(full + 40, parity)
-        s = qk5_b(s, d, d)
-        mbarrier_wait(full + 48, parity)
-        s = qk6_b(s, d, d)
-        mbarrier_wait(full + 56, parity)
-        return qk7_b(s, d, d)
 
     @device
     def wait_whole(full, parity):
