@@ -126,7 +126,6 @@ QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B = 216, 224, 232
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
 
-STAMPS = 64
 ZERO, SLACK = np.float32(0.0), np.float32(8.0)
 LOWEST = np.float32(-1e30)  # the reference of a row that has seen no key
 ALL = 0xFFFFFFFF
@@ -247,7 +246,7 @@ def clear_rows(tile, live):
 
 
 @functools.cache
-def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = False) -> Any:
+def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     """The kernel for inputs of a kind, "bf16" or "f16", results of one, "f32" too, and masks of words or bools."""
 
     def at(base, offsets):
@@ -281,22 +280,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
     fewer_registers = hopper.fewer_registers(PRODUCER_REGISTERS)
     more_registers = hopper.more_registers(CONSUMER_REGISTERS)
     out_is_float = out_kind == "f32"
-
-    if clocks:
-
-        @device
-        def stamp(maps, event):
-            """The clock at an event of this warpgroup; of those that repeat, the first ones."""
-            t = i32(fresh_thread())
-            if t & 127 == 0:
-                at = address(maps) + i64(cuda.gridDim.x) * 512 + i64(cuda.blockIdx.x * 3 + (t >> 7)) * (8 * STAMPS)
-                hopper.store_word(at + event * 8, hopper.clock())
-
-    else:
-
-        @device
-        def stamp(maps, event):
-            pass
 
     if out_is_float:
 
@@ -399,7 +382,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
         bar = s0 + BARRIERS
 
         # Phase 0: barriers, and tensor maps where copies read them
-        stamp(maps, 0)
         map_at = address(maps) + i64(c) * 512
         count, b, first, row_tile = i32(0), i32(0), i32(0), i32(0)
         page, ahead = i32(0), i32(0)
@@ -425,7 +407,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
             release_maps()
             acquire_map(map_at + 384)
         cuda.syncthreads()
-        stamp(maps, 1)
 
         # Phase 1: copies
         if warp >= 8:
@@ -542,7 +523,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 if count > 1:
                     named_arrive(QK_A_ISSUED, 256)
                 s = wait_s(s)
-                stamp(maps, 3 + (pieces[n, ORDER] & 1) * 5)
                 u = i32(u + 1)
                 j = i32(0)
                 while j < count:
@@ -617,9 +597,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 l = quad_sum(l)
                 keep_pair(xa, l)
                 keep_pair(xa + 512, ro)
-                stamp(maps, 4 + (pieces[n, ORDER] & 1) * 5)
                 named_sync(SUMS, 256)
-                stamp(maps, 5 + (pieces[n, ORDER] & 1) * 5)
                 f = factor(pair_at(xa + 768), ro)
                 l = rows_add(l, rows_times(pair_at(xa + 256), f))
                 inverse = inverses(l)
@@ -642,7 +620,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                     if q4 == 0:
                         state_lses[slot, row] = e[0]
                         state_lses[slot, row + 8] = e[1]
-                stamp(maps, 6 + (pieces[n, ORDER] & 1) * 5)
                 n = pieces[n, NEXT]
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
@@ -661,7 +638,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 rp = (LOWEST, LOWEST)
                 l = (ZERO, ZERO)
                 wait_whole(bar + QUERY_FULL, pieces[n, ORDER] & 1)
-                stamp(maps, 2 + (pieces[n, ORDER] & 1) * 5)
                 if count == 1:
                     if lane_here() == 0:
                         mbarrier_arrive(bar + QUERY_FREE)
@@ -738,9 +714,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 l = quad_sum(l)
                 keep_pair(xa + 256, l)
                 keep_pair(xa + 768, ro)
-                stamp(maps, 4 + (pieces[n, ORDER] & 1) * 5)
                 named_sync(SUMS, 256)
-                stamp(maps, 5 + (pieces[n, ORDER] & 1) * 5)
                 f = factor(pair_at(xa + 512), ro)
                 l = rows_add(l, rows_times(pair_at(xa), f))
                 inverse = inverses(l)
@@ -756,7 +730,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocks: bool = Fa
                 else:
                     store_state(o, address(states) + i64(slot) * 131072 + 65536 + fragment_here(), inverse)
 
-                stamp(maps, 6 + (pieces[n, ORDER] & 1) * 5)
                 n = pieces[n, NEXT]
 
     return wgmma

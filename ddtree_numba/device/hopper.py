@@ -24,7 +24,6 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``make_wgmma(...)``                         wgmma.mma_async, several k steps in one piece of assembly
 ``release_maps()``                          fence.proxy.tensormap, release: what `keep_map` wrote, for `acquire_map`
 ``prefetch(at)``                            prefetch.global.L2: the line of global memory
-``clock()``                                 %globaltimer, nanoseconds
 ``make_wait(n, pending)``                   wgmma.wait_group; takes and returns the accumulators, so that nothing that
                                             reads them moves ahead of it
 ==========================================  ========================================================================
@@ -149,10 +148,6 @@ named_arrive = instruction("bar.arrive $0, $1;", "rr")
 store_shared = instruction("st.shared.f32 [$0], $1;", "rf")
 load_shared = instruction("ld.shared.f32 $0, [$1];", "r", types.float32)
 clear_shared = instruction("st.shared.v4.b32 [$0], {0, 0, 0, 0};", "r")
-
-
-clock = instruction("mov.u64 $0, %globaltimer;", "", types.int64)
-store_word = instruction("st.global.b64 [$0], $1;", "ll")
 
 
 prefetch = instruction("prefetch.global.L2 [$0];", "l")
