@@ -90,6 +90,21 @@ def test_a_server_that_is_not_there_is_a_quick_error_too(cache, monkeypatch):
     assert time.monotonic() - begin < 30 and list(cache.iterdir()) == []
 
 
+def test_the_progress_bar_bears_folders_that_vanish(monkeypatch, tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "kept" / "file").write_bytes(b"12345")
+    real = os.scandir
+
+    def scandir(path):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert module._bytes_in(tmp_path) == 5
+
+
 def test_a_download_that_is_killed_leaves_nothing_that_counts_and_the_next_succeeds(cache, package):
     code = f"""
 import sys, time

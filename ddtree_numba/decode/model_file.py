@@ -108,9 +108,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # pip moves and removes files meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # pip moves and removes folders and files meanwhile
+        for name in names:
+            with suppress(OSError):
+                total += os.path.getsize(os.path.join(parent, name))
     return total
 
 
