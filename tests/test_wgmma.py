@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import DTYPES, Case, arguments, as_float, compare_lse, exact_results, make_inputs, pack, to_pages
-from test_mma import REFERENCES, reference_inputs
+from cases import DTYPES, Case, arguments, compare_lse, exact_results, make_inputs, pack, to_pages
+from test_mma import REFERENCES, check_against_oracle, reference_inputs
 from test_verify_attention import Results, assert_same_bits, random_mask
 
 import ddtree_numba as dd
 from ddtree_numba.attention import wgmma_host
 from ddtree_numba.attention.problem import make_problem
 from ddtree_numba.attention.wgmma_host import Part, Sizes, bytes_of, cut, plan_parts, state_parts, takes
-from ddtree_numba.compare import compare
 from ddtree_numba.device.arrays import HOST, View
 from ddtree_numba.device.runtime import SIMULATOR
 
@@ -50,22 +49,9 @@ def attend(inputs: dict[str, Any], **changes: Any) -> Results:
     return dd.verify_attention(**arguments(inputs, **given))
 
 
-def check_against_oracle(results: Results, inputs: dict[str, Any]) -> None:
-    out, lse = results
-    exact, exact_lse = exact_results(inputs)
-    bound = BOUNDS[str(inputs["q"].dtype)]
-    if as_float(out).dtype != np.float32:
-        own = as_float(out).dtype
-        bound = math.hypot(bound, np.linalg.norm(exact.astype(own).astype(float) - exact) / np.linalg.norm(exact))
-    compare(as_float(out), exact, name="out", rel_frobenius=bound).check()
-    compare_lse(lse, exact_lse).check()
-    empty = np.isneginf(exact_lse)
-    assert not as_float(out)[empty].any() and np.isneginf(lse[empty]).all()
-
-
 def check(inputs: dict[str, Any], **changes: Any) -> Results:
     results = attend(inputs, **changes)
-    check_against_oracle(results, inputs)
+    check_against_oracle(results, inputs, BOUNDS)
     return results
 
 

@@ -18,8 +18,6 @@ a line. The G blocks take equal shares of the R lines, of ``share`` tiles each:
 Where all row tiles together are no more than blocks, requests may be cut into even runs instead, each for a block of
 its own: no block then begins a second piece. The cheaper one by `TILE`, `PIECE` and `MERGE` is taken. All follows from
 the lengths alone, so the same lengths give the same pieces, and the same bits.
-
-The functions are compiled into the kernels and are plain Python at the same time.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ from numba.cuda import types
 
 from ddtree_numba.device import runtime
 
-TILE_ROWS = TILE_KEYS = 64
+TILE_KEYS = 64
 TILE, PIECE, MERGE = 1450, 4500, 4000  # nanoseconds on an H200: a key tile, a piece beside its tiles, merging
-
 
 _device = cuda.jit(device=True, inline="always")
 

@@ -123,6 +123,9 @@ SHARED_BYTES = BARRIERS + 256
 QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B = 216, 224, 232, 240, 248
 
+# A state, bytes: half of the columns after the other, in each the four warps', of each 32 fours a lane, lane by lane.
+STATE, HALF_STATE, WARP_STATE, PART = 131072, 65536, 16384, 2048  # a part: 32 columns, four fours a lane
+
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
 
@@ -208,7 +211,7 @@ def row_here():
 def fragment_here():
     """Where in a state's half the accumulators of this thread begin, in bytes: 32 fours of each warp, lane by lane."""
     t = i32(fresh_thread())
-    return (t >> 5 & 3) * 16384 + (t & 31) * 16
+    return (t >> 5 & 3) * WARP_STATE + (t & 31) * 16
 
 
 @device
@@ -306,62 +309,43 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
         seen = seen_by(mask, b, node, tree, num_nodes, column) >> u64(column)
         return mask_tile(s, (seen, seen_by(mask, b, other, tree, num_nodes, column) >> u64(column)))
 
-    def scores_of(qk1, qk2, qk3, qk4, qk5, qk6, qk7, qk8):
+    @device
+    def arrived(boxes, offset):
+        """Wait for a box of keys."""
+        mbarrier_wait(boxes[0] + offset, boxes[1])
+
+    @device
+    def both_arrived(boxes, offset):
+        """Wait for a box of queries and one of keys."""
+        mbarrier_wait(boxes[2] + offset, boxes[3])
+        mbarrier_wait(boxes[0] + offset, boxes[1])
+
+    def scores_of(wait, qk1, qk2, qk3, qk4, qk5, qk6, qk7, qk8):
         @device
-        def scores(s, full, parity, d):
+        def scores(s, boxes, d):
             """The scores of a tile behind its first box, box by box as they arrive; rope before the right half."""
-            mbarrier_wait(full + 8, parity)
+            wait(boxes, 8)
             s = qk1(s, d, d)
-            mbarrier_wait(full + 16, parity)
+            wait(boxes, 16)
             s = qk2(s, d, d)
-            mbarrier_wait(full + 24, parity)
+            wait(boxes, 24)
             s = qk3(s, d, d)
-            mbarrier_wait(full + 64, parity)
+            wait(boxes, 64)
             s = qk8(s, d, d)
-            mbarrier_wait(full + 32, parity)
+            wait(boxes, 32)
             s = qk4(s, d, d)
-            mbarrier_wait(full + 40, parity)
+            wait(boxes, 40)
             s = qk5(s, d, d)
-            mbarrier_wait(full + 48, parity)
+            wait(boxes, 48)
             s = qk6(s, d, d)
-            mbarrier_wait(full + 56, parity)
+            wait(boxes, 56)
             return qk7(s, d, d)
 
         return scores
 
-    scores_a = scores_of(qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
-    scores_b = scores_of(qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
-
-    @device
-    def first_scores(full, parity, query, query_parity, d):
-        """Likewise all the scores of a piece's first tile, whose queries come box by box too."""
-        mbarrier_wait(query, query_parity)
-        mbarrier_wait(full, parity)
-        s = qk0_a(undefined(), d, d)
-        mbarrier_wait(query + 8, query_parity)
-        mbarrier_wait(full + 8, parity)
-        s = qk1_a(s, d, d)
-        mbarrier_wait(query + 16, query_parity)
-        mbarrier_wait(full + 16, parity)
-        s = qk2_a(s, d, d)
-        mbarrier_wait(query + 24, query_parity)
-        mbarrier_wait(full + 24, parity)
-        s = qk3_a(s, d, d)
-        mbarrier_wait(query + 64, query_parity)
-        mbarrier_wait(full + 64, parity)
-        s = qk8_a(s, d, d)
-        mbarrier_wait(query + 32, query_parity)
-        mbarrier_wait(full + 32, parity)
-        s = qk4_a(s, d, d)
-        mbarrier_wait(query + 40, query_parity)
-        mbarrier_wait(full + 40, parity)
-        s = qk5_a(s, d, d)
-        mbarrier_wait(query + 48, query_parity)
-        mbarrier_wait(full + 48, parity)
-        s = qk6_a(s, d, d)
-        mbarrier_wait(query + 56, query_parity)
-        mbarrier_wait(full + 56, parity)
-        return qk7_a(s, d, d)
+    scores_a = scores_of(arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
+    scores_b = scores_of(arrived, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
+    first_scores = scores_of(both_arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
 
     @device
     def wait_whole(full, parity):
@@ -519,7 +503,9 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     wait_whole(full, u & 1)
                     clear_rows(s0 + KEYS_A, live)
                     named_sync(ALONE_0, 128)
-                s = first_scores(full, u & 1, bar + QUERY_FULL, pieces[n, ORDER] & 1, dq)
+                boxes = (full, u & 1, bar + QUERY_FULL, pieces[n, ORDER] & 1)
+                both_arrived(boxes, 0)
+                s = first_scores(qk0_a(undefined(), dq, dq), boxes, dq)
                 if count > 1:
                     named_arrive(QK_A_ISSUED, 256)
                 s = wait_s(s)
@@ -581,7 +567,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                             o = wait_o_but_one(o)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
-                            s = scores_a(s, full, u & 1, dq)
+                            s = scores_a(s, (full, u & 1), dq)
                             if j + 3 < count:
                                 named_arrive(QK_A_ISSUED, 256)
                             s = wait_s(s)
@@ -616,7 +602,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         if r1 < num_rows:
                             lse[b, r1] = e[1]
                 else:
-                    store_state(o, address(states) + i64(slot) * 131072 + fragment_here(), inverse)
+                    store_state(o, address(states) + i64(slot) * STATE + fragment_here(), inverse)
                     if q4 == 0:
                         state_lses[slot, row] = e[0]
                         state_lses[slot, row + 8] = e[1]
@@ -652,7 +638,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
                         mbarrier_wait(full, u & 1)
-                        s = scores_b(qk0_b(undefined(), dq, dq), full, u & 1, dq)
+                        s = scores_b(qk0_b(undefined(), dq, dq), (full, u & 1), dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
                         u = i32(u + 1)
@@ -728,7 +714,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     at += 256 * out_bytes
                     store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
                 else:
-                    store_state(o, address(states) + i64(slot) * 131072 + 65536 + fragment_here(), inverse)
+                    store_state(o, address(states) + i64(slot) * STATE + HALF_STATE + fragment_here(), inverse)
 
                 n = pieces[n, NEXT]
 
@@ -789,11 +775,11 @@ def make_combine(out_kind: str) -> Any:
                 while k < 32 and first + k * step < num:
                     here = cuda.shfl_sync(ALL, slot, k)
                     e0, e1 = state_lses[here, row], state_lses[here, row + 8]
-                    at = address(states) + i64(here) * 131072 + rows * 16384 + part * 2048 + lane * 16
+                    at = address(states) + i64(here) * STATE + rows * WARP_STATE + part * PART + lane * 16
                     y = load_fours(at)
                     other = cuda.shfl_sync(ALL, slot, min(k + 1, 31))
                     f0, f1 = state_lses[other, row], state_lses[other, row + 8]
-                    at = address(states) + i64(other) * 131072 + rows * 16384 + part * 2048 + lane * 16
+                    at = address(states) + i64(other) * STATE + rows * WARP_STATE + part * PART + lane * 16
                     z = load_fours(at)
                     if k == 31 or first + (k + 1) * step >= num:
                         f0, f1 = -INF, -INF

@@ -24,6 +24,7 @@ from numba import cuda
 
 from ddtree_numba.attention import schedule
 from ddtree_numba.attention.flash import require_workspace
+from ddtree_numba.attention.mma import D, R
 from ddtree_numba.attention.problem import Problem
 from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import (
@@ -50,8 +51,6 @@ from ddtree_numba.device.launch import (
 from ddtree_numba.device.ptx import multiplied
 from ddtree_numba.device.runtime import require_backend
 
-R, P = 512, 64  # kv_lora_rank and qk_rope_head_dim, the only ones
-D = R + P
 ROWS = KEYS = 64  # of a tile
 LOG2_E = math.log2(math.e)
 LN_2 = np.float32(math.log(2.0))
@@ -659,7 +658,7 @@ def mirror(
             ref, l = np.full(len(rows), LOWEST), np.zeros(len(rows), np.float32)
             acc = np.zeros((len(rows), R), np.float32)
             for tile in range(first, first + count):
-                # The key tile; rows behind the last key are zeros, since 0 * NaN would be NaN
+                # Phase 1: the key tile; rows behind the last key are zeros, since 0 * NaN would be NaN
                 key = tile * KEYS + np.arange(KEYS)
                 live = np.minimum(key, stop - 1)
                 page = block_table[b, live // page_size]
@@ -667,7 +666,7 @@ def mirror(
                 row = array_to_f32(kv_cache[np.where(inside, page, 0), live % page_size])
                 row[~inside] = 0
 
-                # Scores, in units of log2 once scaled
+                # Phase 2: scores, in units of log2 once scaled
                 s = multiplied(q_tile, row.T, np.zeros((len(rows), KEYS), np.float32))
                 j = np.clip(key - prefix, 0, num_nodes - 1)
                 seen = (tree_mask[b, i][:, j // bits_per_word] >> (j % bits_per_word)) & 1 == 1
@@ -680,10 +679,11 @@ def mirror(
                 factor = np.exp2(ref - moved)
                 ref = moved
 
-                # Probabilities: rounded for values, as they are for their sum
+                # Phase 3: probabilities, rounded for values, as they are for their sum
                 p = np.exp2(s * scale_log2 - ref[:, None])
                 l = l * factor + p.sum(axis=1)
                 acc = multiplied(array_to_f32(array_from_f32(p, kv_cache.dtype)), row[:, :R], acc * factor[:, None])
+            # Phase 4: the result, or a state
             state = state_of(ref, l, acc)
             if slot < 0:
                 write(b, rows, *state)
