@@ -1,5 +1,8 @@
 """Launching kernels: the caller's stream, shared memory above 48 KB, or the simulator.
 
+On a GPU a launch is prepared (`prepare`), which makes all that the driver needs to know, and started (`start`) on a
+stream, as often as one likes.
+
 Numba's internals are used here and, for the simulator, in arrays.py and simulator.py: another version means changes
 there.
 """
@@ -10,6 +13,7 @@ import ctypes
 import functools
 import math
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,12 +26,15 @@ from ddtree_numba.device.arrays import HOST, View, kernel_dtype, view
 if runtime.SIMULATOR:
     from ddtree_numba.device import simulator
     from ddtree_numba.device.arrays import SimulatedArray
+else:
+    from cuda.bindings import driver
 
 # The simulator has no limit of its own; it takes that of compute capability 9.0, so that both refuse alike. So do the
 # mirrors where there is neither.
 SIMULATED_SHARED_BYTES = 227 * 1024
 SIMULATED_MULTIPROCESSORS = 3
 SIMULATED_NAME = "the simulator (as compute capability 9.0)"
+MOST_STREAMS = 64  # that a prepared launch keeps a configuration for
 
 
 def device_name(device: int) -> str:
@@ -72,7 +79,14 @@ def jit(*, launch_bounds: tuple[int, int]) -> Any:
 
 
 def launch(
-    kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], *, results: int, shared_bytes: int
+    kernel: Any,
+    blocks: tuple[int, int, int],
+    threads: int,
+    args: tuple[Any, ...],
+    *,
+    results: int,
+    shared_bytes: int,
+    overlap: bool = False,
 ) -> None:
     """Start a kernel on the caller's current stream; for device arrays this returns before it has run.
 
@@ -90,11 +104,14 @@ def launch(
         How many of the last arguments are written to. Host arrays are copied to the device, and these copied back.
     shared_bytes : int
         Dynamic shared memory of a block, in bytes.
+    overlap : bool
+        Blocks may start before the kernel ahead on the stream has ended (programmatic dependent launch): for kernels
+        that execute griddepcontrol.wait before they touch anything that others write.
 
     Raises
     ------
     RuntimeError
-        There is no usable GPU and the simulator is off.
+        There is no usable GPU and the simulator is off, or the driver refuses the launch.
     """
     runtime.require_backend()
     device = first_view(args).device
@@ -102,14 +119,14 @@ def launch(
         _simulate(kernel, blocks, threads, args, shared_bytes)
     elif device == HOST:
         on_device = tuple(copy_in(a) if isinstance(a, View) else a for a in args)
-        _launch(kernel, blocks, threads, on_device, shared_bytes)
+        _launch(kernel, blocks, threads, on_device, shared_bytes, overlap)
         for home, copy in zip(args[-results:], on_device[-results:], strict=True):
             copy_out(home, copy)
     elif device == cuda.get_current_device().id:
-        _launch(kernel, blocks, threads, args, shared_bytes)
+        _launch(kernel, blocks, threads, args, shared_bytes, overlap)
     else:
         with cuda.gpus[device]:
-            _launch(kernel, blocks, threads, args, shared_bytes)
+            _launch(kernel, blocks, threads, args, shared_bytes, overlap)
 
 
 def first_view(args: tuple[Any, ...]) -> View:
@@ -127,35 +144,132 @@ def copy_out(home: View, copy: View) -> None:
     np.copyto(home.as_numpy(), copy.owner.copy_to_host())
 
 
-def _launch(kernel: Any, blocks: tuple[int, int, int], threads: int, args: tuple[Any, ...], shared_bytes: int) -> None:
-    from cuda.core import LaunchConfig
-    from cuda.core import launch as core_launch
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """All that the driver needs to know of a launch but the stream.
 
+    Attributes
+    ----------
+    function : CUfunction
+    blocks : tuple of int
+        Grid (x, y, z).
+    threads : int
+        Threads a block.
+    shared_bytes : int
+        Dynamic shared memory of a block.
+    overlap : bool
+        See `launch`.
+    kind, device
+        Of the first view, which decide the stream.
+    values : ctypes array of uint64
+        The parameters, one a word: the driver reads the first bytes of each, as many as the kernel declares.
+    pointers : ctypes array of uint64
+        The address of each value.
+    configs : dict
+        What the driver is told, by stream. A configuration never changes, since threads share it.
+    """
+
+    function: Any
+    blocks: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    overlap: bool
+    kind: str
+    device: int
+    values: Any
+    pointers: Any
+    configs: dict[int, Any] = field(default_factory=dict)
+
+
+def prepare(
+    kernel: Any,
+    blocks: tuple[int, int, int],
+    threads: int,
+    args: tuple[Any, ...],
+    shared_bytes: int,
+    overlap: bool = False,
+) -> Launch:
+    """A launch of a kernel with these arguments, which lie on the current device; nothing starts."""
     where = first_view(args)
-    function = _compiled(kernel, where.device, type_keys(args))
+    kernel_object = _compiled(kernel, where.device, type_keys(args))
     # What Numba's own launch would prepare from its device arrays, made from the views, which is much faster.
-    words: list[Any] = []
+    words: list[int] = []
     for a in args:
         if isinstance(a, View):
             words += [0, 0, math.prod(a.shape), a.dtype.itemsize, a.pointer, *a.shape, *a.strides]
         elif isinstance(a, tuple):
             words += a
         else:
-            words.append(ctypes.c_float(float(a)) if isinstance(a, np.float32) else ctypes.c_int32(int(a)))
-    config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared_bytes)
-    core_launch(_caller_stream(where.kind, where.device), config, function.kernel, *words)
+            # Four bytes, which stand first in a word of a little-endian machine.
+            words.append(int(a.view(np.uint32)) if isinstance(a, np.float32) else int(a))
+    values = (ctypes.c_uint64 * len(words))(*words)
+    first = ctypes.addressof(values)
+    pointers = (ctypes.c_uint64 * len(words))(*range(first, first + 8 * len(words), 8))
+    # The driver takes a CUkernel, which has a function in every context, in place of a CUfunction.
+    function = driver.CUfunction(int(kernel_object.handle))
+    return Launch(function, blocks, threads, shared_bytes, overlap, where.kind, where.device, values, pointers)
 
 
-def _caller_stream(kind: str, device: int) -> Any:
+def start(made: Launch, stream: int) -> None:
+    """Start a prepared launch on a stream of its device.
+
+    Raises
+    ------
+    RuntimeError
+        The driver refuses it.
+    """
+    config = made.configs.get(stream)
+    if config is None:
+        config = _config(made, stream)
+        if len(made.configs) >= MOST_STREAMS:
+            made.configs.clear()
+        made.configs[stream] = config
+    (status,) = driver.cuLaunchKernelEx(config, made.function, ctypes.addressof(made.pointers), 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"the driver refused to launch a kernel of {made.blocks} blocks, {made.threads} threads and "
+            f"{made.shared_bytes} bytes of shared memory ({status.name})"
+        )
+
+
+def _config(made: Launch, stream: int) -> Any:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = made.blocks
+    config.blockDimX, config.blockDimY, config.blockDimZ = made.threads, 1, 1
+    config.sharedMemBytes = made.shared_bytes
+    config.hStream = driver.CUstream(stream)
+    config.numAttrs = 0
+    if made.overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config
+
+
+def _launch(
+    kernel: Any,
+    blocks: tuple[int, int, int],
+    threads: int,
+    args: tuple[Any, ...],
+    shared_bytes: int,
+    overlap: bool = False,
+) -> None:
+    made = prepare(kernel, blocks, threads, args, shared_bytes, overlap)
+    start(made, caller_stream(made.kind, made.device))
+
+
+def caller_stream(kind: str, device: int) -> int:
     """The stream that the caller's library works on now: PyTorch's, CuPy's, or Numba's default stream."""
-    from cuda.core import Stream
-
-    pointer = 0
     if kind == "torch":
-        pointer = sys.modules["torch"].cuda.current_stream(device).cuda_stream
-    elif kind == "cupy":
-        pointer = sys.modules["cupy"].cuda.get_current_stream().ptr
-    return Stream.from_handle(pointer)
+        torch = sys.modules["torch"]
+        # What torch.cuda.current_stream makes an object of, which costs microseconds.
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        return int(raw(device) if raw else torch.cuda.current_stream(device).cuda_stream)
+    if kind == "cupy":
+        return int(sys.modules["cupy"].cuda.get_current_stream().ptr)
+    return 0
 
 
 def type_keys(args: tuple[Any, ...]) -> tuple[tuple[np.dtype[Any], int, str], ...]:
@@ -194,8 +308,6 @@ def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, st
     Guide, "Shared Memory", compute capability 7.x and later). It is a cap, so it is raised once, to what the device's
     limit leaves beside the kernel's own, statically sized arrays.
     """
-    from cuda.bindings import driver
-
     function = kernel.compile(signature(keys))._codelibrary.get_cufunc()
     attributes = driver.CUfunction_attribute
     attribute = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
