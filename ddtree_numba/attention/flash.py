@@ -1133,7 +1133,7 @@ def run(problem: Problem, plan: Plan) -> None:
     tiles, count = plan.shape.tiles, plan.workspace_floats
     workspace = problem.workspace
     if workspace is None:
-        workspace = view("workspace", empty(problem.q_nope, (count,), np.dtype(np.float32)))
+        workspace = view("workspace", empty(problem.q_nope, (count,), np.dtype(np.float32), "workspace"))
     head, tail = arguments(problem, plan)
     threads = 32 * tiles.warps
     results = (workspace, problem.out, problem.lse)

@@ -724,7 +724,9 @@ def run(problem: Problem, plan: Plan) -> None:
         return
     workspace = problem.workspace
     if workspace is None:
-        workspace = view("workspace", empty(problem.q_nope, (plan.workspace_floats,), np.dtype(np.float32)))
+        workspace = view(
+            "workspace", empty(problem.q_nope, (plan.workspace_floats,), np.dtype(np.float32), "workspace")
+        )
     head, tail = arguments(problem, plan)
     results = (workspace, problem.out, problem.lse)
     launch(

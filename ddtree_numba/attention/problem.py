@@ -235,7 +235,7 @@ def _results(out: Any, lse: Any, out_dtype: Any, q: View) -> tuple[tuple[Any, An
     batch, num_nodes, num_heads, kv_lora_rank = q.shape
     dtype = q.dtype if out_dtype is None else arrays.resolve_dtype("out_dtype", out_dtype)
     if out is None:
-        out = arrays.empty(q, q.shape, dtype)
+        out = arrays.empty(q, q.shape, dtype, "out")
     out_view = arrays.view("out", out)
     if out_dtype is None:
         arrays.require_dtype(out_view, *FLOATS, np.uint16)
@@ -243,7 +243,7 @@ def _results(out: Any, lse: Any, out_dtype: Any, q: View) -> tuple[tuple[Any, An
         raise TypeError(f"out has dtype {out_view.dtype}, but out_dtype is {dtype}")
     arrays.require_shape(out_view, "[B, Q, H, kv_lora_rank]", *q.shape)
     if lse is None:
-        lse = arrays.empty(q, q.shape[:3], np.dtype(np.float32))
+        lse = arrays.empty(q, q.shape[:3], np.dtype(np.float32), "lse")
     lse_view = arrays.view("lse", lse)
     arrays.require_dtype(lse_view, np.float32)
     arrays.require_shape(lse_view, "[B, Q, H]", *q.shape[:3])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ddtree_numba.attention import flash, mma, three_phase, tuned, wgmma_host
+from ddtree_numba.attention import flash, mma, remembered, three_phase, tuned, wgmma_host
 from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of, shown
+from ddtree_numba.device.recording import recording
 
 FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
 VARIANTS = (
@@ -133,27 +134,76 @@ def verify_attention(
 
     Source: absorbed MLA, DeepSeek-V2 (arXiv 2405.04434), section 2.1; tree attention, DDTree (arXiv 2604.12989).
     """
+    key = None
+    if validate is False and (plan is None or type(plan) is wgmma_host.AttentionPlan):
+        queries = q if type(q) in (tuple, list) else (q,)
+        key = remembered.key_of(
+            (*queries, kv_cache, cache_seqlens, tree_mask, block_table, out, lse, workspace),
+            (
+                sm_scale,
+                kv_lora_rank,
+                max_seqlen,
+                num_splits,
+                batch_invariant,
+                variant,
+                out_dtype,
+                None if plan is None else plan.facts,
+                queries is q,
+            ),
+        )
+    if key is not None:
+        found = remembered.find(key)
+        if isinstance(found, remembered.Allocating):
+            out, lse, workspace, key = found.allocate(queries[0], out, lse, workspace)
+            found = remembered.find(key)
+        if isinstance(found, remembered.Call):
+            found.start()
+            return out, lse
+    with recording() as made:
+        results = _checked_and_launched(
+            q,
+            kv_cache,
+            cache_seqlens,
+            tree_mask,
+            sm_scale=sm_scale,
+            kv_lora_rank=kv_lora_rank,
+            block_table=block_table,
+            max_seqlen=max_seqlen,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            variant=variant,
+            out=out,
+            lse=lse,
+            out_dtype=out_dtype,
+            workspace=workspace,
+            plan=plan,
+            validate=validate,
+        )
+    if key is not None:
+        remembered.remember(key, made, results)
+    return results
+
+
+def _checked_and_launched(
+    q: Any,
+    kv_cache: Any,
+    cache_seqlens: Any,
+    tree_mask: Any,
+    *,
+    num_splits: Any,
+    batch_invariant: Any,
+    variant: Any,
+    plan: Any,
+    **others: Any,
+) -> tuple[Any, Any]:
+    """`verify_attention` of a call that is not remembered."""
     require_one_of("variant", variant, VARIANTS)
     num_splits, batch_invariant = require_splits(num_splits), require_flag("batch_invariant", batch_invariant)
     if variant.startswith("three_phase") and num_splits not in (None, 1):
         raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
     if plan is not None and variant != "wgmma":
         raise ValueError(f"plan is {shown(plan)}; variant {variant!r} takes None, variant 'wgmma' an AttentionPlan")
-    problem = make_problem(
-        q,
-        kv_cache,
-        cache_seqlens,
-        tree_mask,
-        sm_scale=sm_scale,
-        kv_lora_rank=kv_lora_rank,
-        block_table=block_table,
-        max_seqlen=max_seqlen,
-        out=out,
-        lse=lse,
-        out_dtype=out_dtype,
-        workspace=workspace,
-        validate=validate,
-    )
+    problem = make_problem(q, kv_cache, cache_seqlens, tree_mask, **others)
     found = tuned.of(problem.q_nope.device) if variant == "auto" else None
     if variant == "three_phase_numpy":
         three_phase.run_mirror(problem)

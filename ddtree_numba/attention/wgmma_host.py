@@ -332,6 +332,12 @@ class AttentionPlan:
     def sizes(self) -> Sizes:
         return Sizes(self.batch, self.num_nodes, self.num_heads, self.blocks)
 
+    @functools.cached_property
+    def facts(self) -> str:
+        """All that a call with it depends on, but for its contents; a string, since those remember their hash."""
+        views = [(x.device, x.pointer, x.shape, x.strides, x.dtype.str) for x in (self.plan, self.pieces, self.items)]
+        return repr((self.sizes, self.max_seqlen, views))
+
 
 def plan_attention(cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_seqlen: int) -> AttentionPlan:
     """Share out the work of a step, once for all its layers, for ``verify_attention(..., variant="wgmma", plan=...)``.
@@ -471,7 +477,7 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
     sizes, kind = sizes_of(problem), problem.q_nope.kind  # whose stream it is
     memory, parts = problem.workspace, parts_of(problem, plan)
     if memory is None:
-        memory = view("workspace", empty(problem.q_nope, (bytes_of(parts) // 4,), np.dtype(np.float32)))
+        memory = view("workspace", empty(problem.q_nope, (bytes_of(parts) // 4,), np.dtype(np.float32), "workspace"))
     room = cut(replace(memory, kind=kind), parts)
     if plan is None:
         plan = plan_in(room, sizes, problem.max_seqlen)

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numba import cuda
 
-from ddtree_numba.device import runtime
+from ddtree_numba.device import recording, runtime
 
 if runtime.SIMULATOR:
     from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
@@ -399,11 +399,13 @@ def resolve_dtype(name: str, dtype: Any) -> np.dtype[Any]:
     raise TypeError(f"{name} is {shown(dtype)}; it must be one of: {', '.join(d.name for d in FLOATS)}")
 
 
-def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+def empty(like: View, shape: tuple[int, ...], dtype: np.dtype[Any], purpose: str = "") -> Any:
     """A new array of the caller's kind, uninitialised, where ``like`` lies.
 
-    Numba's device arrays cannot hold bfloat16: they get its bits, as uint16.
+    Numba's device arrays cannot hold bfloat16: they get its bits, as uint16. The purpose is for who records.
     """
+    if (noted := recording.current()) is not None:
+        noted.allocated.append((purpose, shape))
     if like.kind == "torch":
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, dtype.name), device=f"cuda:{like.device}")

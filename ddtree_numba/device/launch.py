@@ -20,7 +20,7 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from ddtree_numba.device import runtime
+from ddtree_numba.device import recording, runtime
 from ddtree_numba.device.arrays import HOST, View, kernel_dtype, view
 
 if runtime.SIMULATOR:
@@ -115,6 +115,7 @@ def launch(
     """
     runtime.require_backend()
     device = first_view(args).device
+    made: Launch | None = None
     if runtime.SIMULATOR:
         _simulate(kernel, blocks, threads, args, shared_bytes)
     elif device == HOST:
@@ -123,10 +124,12 @@ def launch(
         for home, copy in zip(args[-results:], on_device[-results:], strict=True):
             copy_out(home, copy)
     elif device == cuda.get_current_device().id:
-        _launch(kernel, blocks, threads, args, shared_bytes, overlap)
+        made = _launch(kernel, blocks, threads, args, shared_bytes, overlap)
     else:
         with cuda.gpus[device]:
             _launch(kernel, blocks, threads, args, shared_bytes, overlap)
+    if (noted := recording.current()) is not None:
+        noted.launches.append(made)
 
 
 def first_view(args: tuple[Any, ...]) -> View:
@@ -255,9 +258,16 @@ def _launch(
     args: tuple[Any, ...],
     shared_bytes: int,
     overlap: bool = False,
-) -> None:
+) -> Launch:
     made = prepare(kernel, blocks, threads, args, shared_bytes, overlap)
     start(made, caller_stream(made.kind, made.device))
+    return made
+
+
+def current_device() -> int:
+    """The GPU whose context this thread has; -1 where it has none yet."""
+    status, device = driver.cuCtxGetDevice()
+    return int(device) if status == driver.CUresult.CUDA_SUCCESS else HOST
 
 
 def caller_stream(kind: str, device: int) -> int:
