@@ -69,11 +69,13 @@ from ddtree_numba.device.hopper import (
     factor,
     inverses,
     keep_map,
-    load_fours,
+    let_follow,
     load_shared,
     log_sums,
+    make_load_state,
     make_pack_tile,
     make_store_halves,
+    make_store_state,
     make_undefined,
     make_wait,
     make_wgmma,
@@ -100,9 +102,10 @@ from ddtree_numba.device.hopper import (
     store_floats,
     store_matrices,
     store_shared,
-    store_state,
     tile_max,
     tile_sum,
+    touch,
+    wait_for_kernel,
 )
 from ddtree_numba.device.warp import fresh_thread
 
@@ -119,12 +122,14 @@ PROBS_A, PROBS_B = KEYS_A + ROPE, 3 * TILE  # probabilities of A take the place 
 REFERENCE_A, REFERENCE_B = PROBS_B + BOX, PROBS_B + BOX + 256
 EXCHANGE = REFERENCE_B + 256  # twice: sums of warpgroups 0 and 1, their references, 64 floats each
 BARRIERS = EXCHANGE + 2048
-SHARED_BYTES = BARRIERS + 256
+SHARED_BYTES = BARRIERS + 384
 QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
-QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B = 216, 224, 232, 240, 248
+QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
+TOUCHED = 264  # a word that nobody reads
 
-# A state, bytes: half of the columns after the other, in each the four warps', of each 32 fours a lane, lane by lane.
-STATE, HALF_STATE, WARP_STATE, PART = 131072, 65536, 16384, 2048  # a part: 32 columns, four fours a lane
+# A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane, of
+# 16-bit numbers.
+STATE, HALF_STATE, WARP_STATE, PART = 65536, 32768, 8192, 1024  # a part: 32 columns, two eights a lane
 
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
@@ -209,7 +214,7 @@ def row_here():
 
 @device
 def fragment_here():
-    """Where in a state's half the accumulators of this thread begin, in bytes: 32 fours of each warp, lane by lane."""
+    """Where in a state's half the accumulators of this thread begin, in bytes."""
     t = i32(fresh_thread())
     return (t >> 5 & 3) * WARP_STATE + (t & 31) * 16
 
@@ -276,7 +281,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     pv_b_right = pv_of(KEYS_B + RIGHT, None)
     wait_s, wait_o, wait_o_but_one = make_wait(32), make_wait(128), make_wait(128, 1)
     undefined, zeros = make_undefined(32), make_zeros(128)
-    pack_tile = make_pack_tile(kind)
+    pack_tile, store_state = make_pack_tile(kind), make_store_state(kind)
     out_bytes = 4 if out_kind == "f32" else 2
     lane_bytes = 8 if out_kind == "f32" else 16
     store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
@@ -366,6 +371,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
         bar = s0 + BARRIERS
 
         # Phase 0: barriers, and tensor maps where copies read them
+        let_follow()
         map_at = address(maps) + i64(c) * 512
         count, b, first, row_tile = i32(0), i32(0), i32(0), i32(0)
         page, ahead = i32(0), i32(0)
@@ -375,6 +381,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
             mbarrier_init(bar + QUERY_FREE, 8)
             for i in range(4):
                 mbarrier_init(bar + LEFT_FREE_A + 8 * i, 4)
+            mbarrier_init(bar + A_SENT, 1)
             mbarrier_fence()
         if warp >= 8:
             count, b, first, row_tile = pieces[c, COUNT], pieces[c, REQUEST], pieces[c, FIRST], pieces[c, ROW_TILE]
@@ -396,10 +403,15 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
         if warp >= 8:
             fewer_registers()
             if warp == 10 and count > 0:
+                # Words of the mask to where they are near, for the end of each piece.
                 prefetch(address(plan))
-                for i in range(2):
-                    node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
-                    prefetch(address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
+                n = i32(c)
+                while n >= 0:
+                    b, row_tile = pieces[n, REQUEST], pieces[n, ROW_TILE]
+                    for i in range(2):
+                        node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
+                        touch(bar + TOUCHED, address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
+                    n = pieces[n, NEXT]
             if t == PRODUCER and count > 0:
                 u = 0
                 i = 0
@@ -439,6 +451,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         for k in range(4, 8):
                             mbarrier_expect(bar + FULL_A + 8 * k, BOX)
                             copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
+                        if u == 0:
+                            mbarrier_arrive(bar + A_SENT)
                         page = ahead
                         u = i32(u + 1)
                         j = i32(j + 2)
@@ -448,6 +462,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                 map_at += 384
                 u = 0
                 n = i32(c)
+                mbarrier_wait(bar + A_SENT, 0)  # what is needed first is asked for first
                 while n >= 0:
                     if n != c:
                         count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
@@ -479,11 +494,13 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     n = pieces[n, NEXT]
             return  # in here: code of the consumers behind this would get the producers' registers
 
-        dq = descriptor(s0, 16, 1024)  # for what has its columns in a row: queries, keys, probabilities
-        dv = descriptor(s0, 8192, 1024)  # for values
-        more_registers()
+        # Descriptors are made in each branch, not ahead of both: else the compiler keeps them, and all places that
+        # barriers have, in registers of each lane, and moves them before each wgmma.
         if warp < 4:
             # Warpgroup 0: tiles A, columns 0 .. 255
+            dq = descriptor(s0, 16, 1024)  # for what has its columns in a row: queries, keys, probabilities
+            dv = descriptor(s0, 8192, 1024)  # for values
+            more_registers()
             full = bar + FULL_A
             u = i32(0)
             n = i32(cuda.blockIdx.x)
@@ -524,23 +541,23 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     if cuda.any_sync(ALL, m[0] * scale > rp[0] + SLACK or m[1] * scale > rp[1] + SLACK):
                         rp = raised(rp, quad_max(m), scale)
                         x = exp_tile(s, rp, scale)
+                    # P(A) to warpgroup 1, once no warp reads the box that it takes the place of
                     p = pack_tile(x)
+                    named_sync(ALONE_0, 128)
+                    keep_probabilities(p, s0 + PROBS_A)
+                    keep_pair(s0 + REFERENCE_A, rp)
+                    async_fence()
+                    named_arrive(P_A_READY, 256)
                     if cuda.any_sync(ALL, rp[0] != ro[0] or rp[1] != ro[1]):
                         f = factor(ro, rp)
                         ro = moved(ro, rp)
                         o = scale_tile(o, f)
                         l = rows_times(l, f)
+                    l = rows_add(l, tile_sum(x))
+                    # Phase 3: PV(A) left from registers
                     if j + 1 < count:
                         named_sync(QK_B_ISSUED, 256)
-                    else:
-                        named_sync(ALONE_0, 128)
-                    # Phase 3: PV(A) left from registers; P(A) to warpgroup 1 under it
                     o = pv_a_left(o, p, dv)
-                    keep_probabilities(p, s0 + PROBS_A)
-                    keep_pair(s0 + REFERENCE_A, rp)
-                    async_fence()
-                    named_arrive(P_A_READY, 256)
-                    l = rows_add(l, tile_sum(x))
                     o = wait_o(o)
                     if lane_here() == 0:
                         mbarrier_arrive(bar + LEFT_FREE_A)
@@ -609,6 +626,9 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                 n = pieces[n, NEXT]
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
+            dq = descriptor(s0, 16, 1024)
+            dv = descriptor(s0, 8192, 1024)
+            more_registers()
             full = bar + FULL_B
             u = i32(0)
             n = i32(cuda.blockIdx.x)
@@ -726,8 +746,8 @@ FEW_SPLITS = 16
 
 
 @functools.cache
-def make_combine(out_kind: str) -> Any:
-    """Merge the states of row tiles that are not whole.
+def make_combine(kind: str, out_kind: str) -> Any:
+    """Merge the states, of a kind "bf16" or "f16", of row tiles that are not whole.
 
     A warp has 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. With few splits the
     eight warps of a block have eight such parts, with many ones an eighth of the splits of one part.
@@ -736,6 +756,7 @@ def make_combine(out_kind: str) -> Any:
     lane_bytes = 8 if out_kind == "f32" else 16
     store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
     out_is_float = out_kind == "f32"
+    load_state = make_load_state(kind)
 
     @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
     def combine(plan, items, states, state_lses, out, lse, row_tiles, num_rows, blocks):
@@ -760,6 +781,7 @@ def make_combine(out_kind: str) -> Any:
                 num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
             row = (rows & 3) * 16 + (lane >> 2)
             # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
+            wait_for_kernel()
             m0, m1, l0, l1 = LOWEST, LOWEST, ZERO, ZERO
             for k in range(16):
                 x[k] = ZERO
@@ -776,11 +798,11 @@ def make_combine(out_kind: str) -> Any:
                     here = cuda.shfl_sync(ALL, slot, k)
                     e0, e1 = state_lses[here, row], state_lses[here, row + 8]
                     at = address(states) + i64(here) * STATE + rows * WARP_STATE + part * PART + lane * 16
-                    y = load_fours(at)
+                    y = load_state(at)
                     other = cuda.shfl_sync(ALL, slot, min(k + 1, 31))
                     f0, f1 = state_lses[other, row], state_lses[other, row + 8]
                     at = address(states) + i64(other) * STATE + rows * WARP_STATE + part * PART + lane * 16
-                    z = load_fours(at)
+                    z = load_state(at)
                     if k == 31 or first + (k + 1) * step >= num:
                         f0, f1 = -INF, -INF
                     n0, n1 = max(m0, max(e0, f0)), max(m1, max(e1, f1))
@@ -825,6 +847,7 @@ def make_combine(out_kind: str) -> Any:
                     lse[b, r] = -INF if l0 == ZERO else m0 + cuda.libdevice.logf(l0)
                 if r + 8 < num_rows:
                     lse[b, r + 8] = -INF if l1 == ZERO else m1 + cuda.libdevice.logf(l1)
+        wait_for_kernel()  # where there is nothing to merge: who waits for this kernel waits for the one ahead
 
     return combine
 
