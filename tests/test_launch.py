@@ -236,7 +236,6 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch):
-    remembered.forget()
     yield Machine(monkeypatch)
     remembered.forget()
 

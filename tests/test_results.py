@@ -473,6 +473,9 @@ class Attention:
         shape = (*inputs["q"].shape[:3], bench_verify_attention.KV_LORA_RANK)
         return {"out": np.empty(shape, inputs["q"].dtype), "lse": np.empty(shape[:3], np.float32)}
 
+    def workspace(self, nbytes):
+        return np.empty(nbytes, np.uint8)
+
     def scores(self, *shape):
         return np.empty(shape, np.float32)
 

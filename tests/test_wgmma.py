@@ -322,7 +322,7 @@ def tensor_map(pointer, shape, strides, kind):
     maps.append([shape, strides, kind])
     return (0,) * 16
 
-def empty(like, shape, dtype):
+def empty(like, shape, dtype, purpose=""):
     made.append([list(shape), dtype.name])
     return np.zeros(shape, dtype)
 
