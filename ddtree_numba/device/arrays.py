@@ -105,7 +105,7 @@ class View:
         high = self.pointer + sum(r for r in reach if r > 0) + self.dtype.itemsize
         return low, high
 
-    @property
+    @functools.cached_property
     def in_c_order(self) -> bool:
         """Whether the elements follow each other as in C. Strides along axes of length 1, or of none, do not matter."""
         if 0 in self.shape:
