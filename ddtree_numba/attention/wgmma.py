@@ -70,12 +70,11 @@ from ddtree_numba.device.hopper import (
     inverses,
     keep_map,
     let_follow,
+    load_fours,
     load_shared,
     log_sums,
-    make_load_state,
     make_pack_tile,
     make_store_halves,
-    make_store_state,
     make_undefined,
     make_wait,
     make_wgmma,
@@ -102,6 +101,7 @@ from ddtree_numba.device.hopper import (
     store_floats,
     store_matrices,
     store_shared,
+    store_state,
     tile_max,
     tile_sum,
     touch,
@@ -127,9 +127,8 @@ QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
 TOUCHED = 264  # a word that nobody reads
 
-# A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane, of
-# 16-bit numbers.
-STATE, HALF_STATE, WARP_STATE, PART = 65536, 32768, 8192, 1024  # a part: 32 columns, two eights a lane
+# A state, bytes: half of the columns after the other, in each the four warps', of each 32 fours a lane, lane by lane.
+STATE, HALF_STATE, WARP_STATE, PART = 131072, 65536, 16384, 2048  # a part: 32 columns, four fours a lane
 
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
@@ -281,7 +280,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     pv_b_right = pv_of(KEYS_B + RIGHT, None)
     wait_s, wait_o, wait_o_but_one = make_wait(32), make_wait(128), make_wait(128, 1)
     undefined, zeros = make_undefined(32), make_zeros(128)
-    pack_tile, store_state = make_pack_tile(kind), make_store_state(kind)
+    pack_tile = make_pack_tile(kind)
     out_bytes = 4 if out_kind == "f32" else 2
     lane_bytes = 8 if out_kind == "f32" else 16
     store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
@@ -741,13 +740,13 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     return wgmma
 
 
-COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
+COMBINE_THREADS, COMBINE_BLOCKS = 256, 4  # threads of a block; blocks an SM
 FEW_SPLITS = 16
 
 
 @functools.cache
-def make_combine(kind: str, out_kind: str) -> Any:
-    """Merge the states, of a kind "bf16" or "f16", of row tiles that are not whole.
+def make_combine(out_kind: str) -> Any:
+    """Merge the states of row tiles that are not whole.
 
     A warp has 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. With few splits the
     eight warps of a block have eight such parts, with many ones an eighth of the splits of one part.
@@ -756,7 +755,6 @@ def make_combine(kind: str, out_kind: str) -> Any:
     lane_bytes = 8 if out_kind == "f32" else 16
     store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
     out_is_float = out_kind == "f32"
-    load_state = make_load_state(kind)
 
     @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
     def combine(plan, items, states, state_lses, out, lse, row_tiles, num_rows, blocks):
@@ -781,7 +779,6 @@ def make_combine(kind: str, out_kind: str) -> Any:
                 num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
             row = (rows & 3) * 16 + (lane >> 2)
             # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
-            wait_for_kernel()
             m0, m1, l0, l1 = LOWEST, LOWEST, ZERO, ZERO
             for k in range(16):
                 x[k] = ZERO
@@ -793,25 +790,17 @@ def make_combine(kind: str, out_kind: str) -> Any:
                     at = start_of(i, row_tile, begin, end, length, share, cut, row_tiles)
                     count = count_of(row_tile, at, length, share, cut, row_tiles)
                     slot = i32(slot_of(count, at, begin, share, cut, row_tile, blocks))
+                wait_for_kernel()
                 k = i32(0)
                 while k < 32 and first + k * step < num:
                     here = cuda.shfl_sync(ALL, slot, k)
+                    y = load_fours(address(states) + i64(here) * STATE + rows * WARP_STATE + part * PART + lane * 16)
                     e0, e1 = state_lses[here, row], state_lses[here, row + 8]
-                    at = address(states) + i64(here) * STATE + rows * WARP_STATE + part * PART + lane * 16
-                    y = load_state(at)
-                    other = cuda.shfl_sync(ALL, slot, min(k + 1, 31))
-                    f0, f1 = state_lses[other, row], state_lses[other, row + 8]
-                    at = address(states) + i64(other) * STATE + rows * WARP_STATE + part * PART + lane * 16
-                    z = load_state(at)
-                    if k == 31 or first + (k + 1) * step >= num:
-                        f0, f1 = -INF, -INF
-                    n0, n1 = max(m0, max(e0, f0)), max(m1, max(e1, f1))
-                    g0, g1 = exp(m0 - n0), exp(m1 - n1)
-                    e0, e1, f0, f1 = exp(e0 - n0), exp(e1 - n1), exp(f0 - n0), exp(f1 - n1)
-                    m0, m1 = n0, n1
-                    l0, l1 = l0 * g0 + e0 + f0, l1 * g1 + e1 + f1
-                    add_states(x, (g0, g1), (e0, e1), y, (f0, f1), z)
-                    k += 2
+                    n0, n1 = max(m0, e0), max(m1, e1)
+                    g0, g1, e0, e1 = exp(m0 - n0), exp(m1 - n1), exp(e0 - n0), exp(e1 - n1)
+                    m0, m1, l0, l1 = n0, n1, l0 * g0 + e0, l1 * g1 + e1
+                    add_state(x, (g0, g1), (e0, e1), y)
+                    k += 1
                 first += 32 * step
             # Phase 2: the sums of eight warps
             if many:
@@ -853,11 +842,11 @@ def make_combine(kind: str, out_kind: str) -> Any:
 
 
 @device
-def add_states(x, g, e, y, f, z):
-    """Rescaled sums and two states with their weights; pairs are of a lane's two rows."""
+def add_state(x, g, e, y):
+    """Rescaled sums and a state with its weight; pairs are of a lane's two rows."""
     for k in range(16):
         h = k >> 1 & 1
-        x[k] = x[k] * g[h] + e[h] * y[k] + f[h] * z[k]
+        x[k] = x[k] * g[h] + e[h] * y[k]
 
 
 @device

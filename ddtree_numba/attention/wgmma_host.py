@@ -124,7 +124,7 @@ def state_parts(sizes: Sizes) -> tuple[Part, ...]:
     """What `wgmma` leaves for itself, its tensor maps, and for `combine`."""
     return (
         Part("maps", (sizes.blocks * 64,), "int64"),
-        Part("states", (sizes.slots, ROWS, R), "uint16"),  # of the format of the cache
+        Part("states", (sizes.slots, ROWS, R), "float32"),
         Part("state_lses", (sizes.slots, ROWS), "float32"),
     )
 
@@ -499,18 +499,19 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
         results=4,
         shared_bytes=wgmma.SHARED_BYTES,
     )
-    # At most two states an item; 64 parts of one where there are many splits.
-    blocks = min(sizes.slots // 2 * 64, sizes.blocks * wgmma.COMBINE_BLOCKS)
-    states = (replace(plan.plan, kind=kind), plan.items, room["states"], room["state_lses"])
-    launch(
-        wgmma.make_combine(input_kind, out_kind),
-        (blocks, 1, 1),
-        wgmma.COMBINE_THREADS,
-        (*states, out, lse, *map(np.int32, (sizes.row_tiles, sizes.num_rows, sizes.blocks))),
-        results=0,
-        shared_bytes=0,
-        overlap=True,
-    )
+    if plan.max_seqlen + sizes.num_nodes > KEYS:  # else no row tile has more than one key tile, and none is split
+        # At most two states an item; 64 parts of one where there are many splits.
+        blocks = min(sizes.slots // 2 * 64, sizes.blocks * wgmma.COMBINE_BLOCKS)
+        states = (replace(plan.plan, kind=kind), plan.items, room["states"], room["state_lses"])
+        launch(
+            wgmma.make_combine(out_kind),
+            (blocks, 1, 1),
+            wgmma.COMBINE_THREADS,
+            (*states, out, lse, *map(np.int32, (sizes.row_tiles, sizes.num_rows, sizes.blocks))),
+            results=0,
+            shared_bytes=0,
+            overlap=True,
+        )
     for rows, target in ((out, problem.out), (lse, problem.lse)):
         if rows.pointer != target.pointer:
             spread(replace(rows, kind=kind), target)
@@ -695,9 +696,7 @@ def mirror(
             if slot < 0:
                 write(b, rows, *state)
             else:
-                values, lses = state
-                kept = array_to_f32(array_from_f32(values, kv_cache.dtype))
-                states.setdefault((b, row_tile), []).append((first, kept, lses))
+                states.setdefault((b, row_tile), []).append((first, *state))
     for (b, row_tile), found in states.items():
         rows = np.arange(row_tile * ROWS, min(row_tile * ROWS + ROWS, num_rows))
         write(b, rows, *merged([state for _, *state in sorted(found, key=lambda state: state[0])]))

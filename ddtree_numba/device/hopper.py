@@ -160,33 +160,20 @@ let_follow = instruction("griddepcontrol.launch_dependents;")
 wait_for_kernel = instruction("griddepcontrol.wait;")
 
 
-def make_load_state(kind):
-    """kind: "bf16" or "f16", of the numbers in memory."""
+@intrinsic
+def load_fours(typingctx, at):
+    """Four fours of a state, 512 bytes apart."""
 
-    @intrinsic
-    def load_state(typingctx, at):
-        """Two eights of a state, 512 bytes apart."""
+    def codegen(context, builder, signature, args):
+        struct = ir.LiteralStructType([F32] * 4)
+        found = []
+        for k in range(4):
+            text = f"ld.global.v4.f32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
+            four = assembly(builder, struct, [args[0]], text, "=f,=f,=f,=f,l", False)
+            found += [builder.extract_value(four, i) for i in range(4)]
+        return packed(builder, F32, found)
 
-        def codegen(context, builder, signature, args):
-            struct, pair = ir.LiteralStructType([I32] * 4), ir.LiteralStructType([F32] * 2)
-            found = []
-            for k in range(2):
-                text = f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
-                four = assembly(builder, struct, [args[0]], text, "=r,=r,=r,=r,l", False)
-                for i in range(4):
-                    both = assembly(builder, pair, [builder.extract_value(four, i)], UNPACKED[kind], "=f,=f,r", False)
-                    found += [builder.extract_value(both, n) for n in (0, 1)]
-            return packed(builder, F32, found)
-
-        return floats(16)(types.int64), codegen
-
-    return load_state
-
-
-UNPACKED = {  # a word of two 16-bit numbers as two float32
-    "bf16": "shl.b32 $0, $2, 16;\nand.b32 $1, $2, 0xffff0000;",
-    "f16": "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\ncvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}",
-}
+    return floats(16)(types.int64), codegen
 
 
 def fewer_registers(n):
@@ -521,23 +508,19 @@ def store_floats(typingctx, acc, at, below, inverse, stored, stored_below):
     return types.void(acc, at, below, inverse, stored, stored_below), codegen
 
 
-def make_store_state(kind):
-    @intrinsic
-    def store_state(typingctx, acc, at, inverse):
-        """All accumulators of this thread, scaled and rounded, eight by eight, 512 bytes apart."""
+@intrinsic
+def store_state(typingctx, acc, at, inverse):
+    """All accumulators of this thread, scaled, four by four, 512 bytes apart."""
 
-        def codegen(context, builder, signature, args):
-            e, f = elements(builder, args[0]), elements(builder, args[2])
-            x = [scaled(builder, value, f[half(i)]) for i, value in enumerate(e)]
-            two = [rounded_pair(builder, kind, *x[i : i + 2]) for i in range(0, len(x), 2)]
-            for j in range(len(two) // 4):
-                text = f"st.global.v4.b32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
-                assembly(builder, VOID, [args[1], *two[4 * j : 4 * j + 4]], text, "l,r,r,r,r,~{memory}")
-            return context.get_dummy_value()
+    def codegen(context, builder, signature, args):
+        e, f = elements(builder, args[0]), elements(builder, args[2])
+        for j in range(len(e) // 4):
+            four = [scaled(builder, e[4 * j + i], f[half(i)]) for i in range(4)]
+            text = f"st.global.v4.f32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
+            assembly(builder, VOID, [args[1], *four], text, "l,f,f,f,f,~{memory}")
+        return context.get_dummy_value()
 
-        return types.void(acc, at, inverse), codegen
-
-    return store_state
+    return types.void(acc, at, inverse), codegen
 
 
 def make_store_halves(kind):
