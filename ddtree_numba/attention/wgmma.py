@@ -740,16 +740,16 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     return wgmma
 
 
-COMBINE_THREADS, COMBINE_BLOCKS = 256, 4  # threads of a block; blocks an SM
-FEW_SPLITS = 16
+COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
 
 
 @functools.cache
 def make_combine(out_kind: str) -> Any:
     """Merge the states of row tiles that are not whole.
 
-    A warp has 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. With few splits the
-    eight warps of a block have eight such parts, with many ones an eighth of the splits of one part.
+    A part is 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. A warp asks for four
+    states of a part at once, and with more than four splits as many warps share a part. What can be found without the
+    states is found before the kernel ahead has ended.
     """
     out_bytes = 4 if out_kind == "f32" else 2
     lane_bytes = 8 if out_kind == "f32" else 16
@@ -762,15 +762,17 @@ def make_combine(out_kind: str) -> Any:
         warp, lane = t >> 5, t & 31
         parts = cuda.shared.array((20, 8, 32), types.float32)
         run, length, share, cut = plan[RUN], plan[LENGTH], plan[SHARE], plan[CUT]
-        many = plan[SPLITS] > FEW_SPLITS
+        level = i32(0 if plan[SPLITS] <= 4 else 2 if plan[SPLITS] <= 16 else 3)
+        step = i32(1) << level  # warps that share a part
         unit = i32(cuda.blockIdx.x)
-        units = plan[ITEMS] * (64 if many else 8)
+        units = plan[ITEMS] << 3 + level
+        if t < 32:
+            prefetch(address(items) + i64(min(t * 8, items.shape[0] - 1)) * 16)
         x = cuda.local.array(16, types.float32)
         while unit < units:
-            if many:
-                item, rows, part, first, step = unit >> 6, unit >> 3 & 7, unit & 7, warp, i32(8)
-            else:
-                item, rows, part, first, step = unit >> 3, unit & 7, warp, i32(0), i32(1)
+            item = unit >> 3 + level
+            at = ((unit << 3 | warp) >> level) & 63
+            rows, part, first = at >> 3, at & 7, warp & step - 1
             unit += i32(cuda.gridDim.x)
             b, row_tile, begin, end = items[item, REQUEST], items[item, ROW_TILE], items[item, BEGIN], items[item, END]
             if run > 0:
@@ -779,7 +781,8 @@ def make_combine(out_kind: str) -> Any:
                 num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
             row = (rows & 3) * 16 + (lane >> 2)
             # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
-            m0, m1, l0, l1 = LOWEST, LOWEST, ZERO, ZERO
+            m = (LOWEST, LOWEST)
+            l = (ZERO, ZERO)
             for k in range(16):
                 x[k] = ZERO
             while first < num:
@@ -793,35 +796,46 @@ def make_combine(out_kind: str) -> Any:
                 wait_for_kernel()
                 k = i32(0)
                 while k < 32 and first + k * step < num:
-                    here = cuda.shfl_sync(ALL, slot, k)
-                    y = load_fours(address(states) + i64(here) * STATE + rows * WARP_STATE + part * PART + lane * 16)
-                    e0, e1 = state_lses[here, row], state_lses[here, row + 8]
-                    n0, n1 = max(m0, e0), max(m1, e1)
-                    g0, g1, e0, e1 = exp(m0 - n0), exp(m1 - n1), exp(e0 - n0), exp(e1 - n1)
-                    m0, m1, l0, l1 = n0, n1, l0 * g0 + e0, l1 * g1 + e1
-                    add_state(x, (g0, g1), (e0, e1), y)
-                    k += 1
+                    s0, s1 = cuda.shfl_sync(ALL, slot, k), cuda.shfl_sync(ALL, slot, k + 1)
+                    s2, s3 = cuda.shfl_sync(ALL, slot, k + 2), cuda.shfl_sync(ALL, slot, k + 3)
+                    place = address(states) + rows * WARP_STATE + part * PART + lane * 16
+                    y0, y1 = load_fours(place + i64(s0) * STATE), load_fours(place + i64(s1) * STATE)
+                    y2, y3 = load_fours(place + i64(s2) * STATE), load_fours(place + i64(s3) * STATE)
+                    left = num - first - k * step
+                    e0 = lses_at(state_lses, s0, row, True)
+                    e1 = lses_at(state_lses, s1, row, left > step)
+                    e2 = lses_at(state_lses, s2, row, left > 2 * step)
+                    e3 = lses_at(state_lses, s3, row, left > 3 * step)
+                    most = rows_max(rows_max(m, e0), rows_max(rows_max(e1, e2), e3))
+                    g, e0, e1 = weights(m, most), weights(e0, most), weights(e1, most)
+                    e2, e3 = weights(e2, most), weights(e3, most)
+                    m = most
+                    l = rows_add(rows_times(l, g), rows_add(rows_add(e0, e1), rows_add(e2, e3)))
+                    for h in range(16):
+                        r = h >> 1 & 1
+                        x[h] = x[h] * g[r] + (e0[r] * y0[h] + e1[r] * y1[h] + (e2[r] * y2[h] + e3[r] * y3[h]))
+                    k += 4
                 first += 32 * step
-            # Phase 2: the sums of eight warps
-            if many:
+            # Phase 2: the sums of warps that share a part
+            if step > 1:
                 cuda.syncthreads()
-                parts[16, warp, lane], parts[17, warp, lane] = m0, m1
-                parts[18, warp, lane], parts[19, warp, lane] = l0, l1
+                parts[16, warp, lane], parts[17, warp, lane] = m
+                parts[18, warp, lane], parts[19, warp, lane] = l
                 for k in range(16):
                     parts[k, warp, lane] = x[k]
                 cuda.syncthreads()
-                if warp > 0:
+                if warp & step - 1 > 0:
                     continue
-                for w in range(1, 8):
-                    n0, n1 = max(m0, parts[16, w, lane]), max(m1, parts[17, w, lane])
-                    g0, g1 = exp(m0 - n0), exp(m1 - n1)
-                    e0, e1 = exp(parts[16, w, lane] - n0), exp(parts[17, w, lane] - n1)
-                    m0, m1 = n0, n1
-                    l0, l1 = l0 * g0 + parts[18, w, lane] * e0, l1 * g1 + parts[19, w, lane] * e1
+                for w in range(warp + 1, warp + step):
+                    other = (parts[16, w, lane], parts[17, w, lane])
+                    most = rows_max(m, other)
+                    g, e = weights(m, most), weights(other, most)
+                    m = most
+                    l = rows_add(rows_times(l, g), rows_times((parts[18, w, lane], parts[19, w, lane]), e))
                     for k in range(16):
-                        x[k] = x[k] * (g1 if k & 2 else g0) + parts[k, w, lane] * (e1 if k & 2 else e0)
+                        x[k] = x[k] * g[k >> 1 & 1] + parts[k, w, lane] * e[k >> 1 & 1]
             # Phase 3: results
-            inverse = inverses((l0, l1))
+            inverse = inverses(l)
             r = row_tile * 64 + row
             column = (rows >> 2) * 256 + part * 32
             at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + (lane & 3) * lane_bytes
@@ -833,20 +847,23 @@ def make_combine(out_kind: str) -> Any:
                 store_halves(found, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
             if rows < 4 and part == 0 and lane & 3 == 0:
                 if r < num_rows:
-                    lse[b, r] = -INF if l0 == ZERO else m0 + cuda.libdevice.logf(l0)
+                    lse[b, r] = -INF if l[0] == ZERO else m[0] + cuda.libdevice.logf(l[0])
                 if r + 8 < num_rows:
-                    lse[b, r + 8] = -INF if l1 == ZERO else m1 + cuda.libdevice.logf(l1)
+                    lse[b, r + 8] = -INF if l[1] == ZERO else m[1] + cuda.libdevice.logf(l[1])
         wait_for_kernel()  # where there is nothing to merge: who waits for this kernel waits for the one ahead
 
     return combine
 
 
 @device
-def add_state(x, g, e, y):
-    """Rescaled sums and a state with its weight; pairs are of a lane's two rows."""
-    for k in range(16):
-        h = k >> 1 & 1
-        x[k] = x[k] * g[h] + e[h] * y[k]
+def lses_at(state_lses, slot, row, there):
+    """Of a lane's two rows of a state; -inf of one that is not there."""
+    return state_lses[slot, row] if there else -INF, state_lses[slot, row + 8] if there else -INF
+
+
+@device
+def weights(e, most):
+    return exp(e[0] - most[0]), exp(e[1] - most[1])
 
 
 @device
