@@ -14,19 +14,20 @@ from wrong_schedule import MISTAKES, build
 
 from ddtree_numba.attention import schedule
 from ddtree_numba.attention.schedule import (
-    BEGIN,
     COUNT,
-    END,
     HEADER,
     ITEM_FIELDS,
     ITEMS,
+    LISTED,
     NEXT,
+    NUM,
     ORDER,
     PIECE_FIELDS,
     REQUEST,
     ROW_TILE,
     RUN,
     SPLITS,
+    STATES,
 )
 from ddtree_numba.device import launch
 from ddtree_numba.device.arrays import view
@@ -126,30 +127,21 @@ def check_shares(chains: list[list[Piece]], sizes: Sizes, run: int) -> None:
 
 def check_for_combine(found: dict[str, np.ndarray], chains: list[list[Piece]], sizes: Sizes) -> None:
     """The items are the split row tiles, and lead combine to the slots of their pieces, in order."""
-    plan, items = found["plan"], found["items"][: found["plan"][ITEMS]]
+    plan, rows = found["plan"], found["items"]
+    items = rows[: plan[ITEMS]]
     slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for b, row_tile, first, _, slot, _ in (piece for chain in chains for piece in chain):
         if slot >= 0:
             slots.setdefault((b, row_tile), []).append((first, slot))
-    listed = [(int(item[REQUEST]), int(item[ROW_TILE])) for item in items]
-    assert sorted(listed) == sorted(slots), "FAIL: other items than split row tiles"
-    assert (found["items"][len(items) :] == SPOILED).all()
-    run, length, share, cut = (int(x) for x in plan[:4])
-    R, G = sizes["row_tiles"], sizes["blocks"]
-    for item in items:
-        row_tile, begin, end = (int(item[n]) for n in (ROW_TILE, BEGIN, END))
-        if run:
-            led = [(begin + i) * R + row_tile for i in range(end - begin)]
-        else:
-            number = schedule.pieces_of.py_func if hasattr(schedule.pieces_of, "py_func") else schedule.pieces_of
-            led = []
-            for i in range(number(row_tile, begin, end, length, share, cut, R)):
-                at = schedule.start_of(i, row_tile, begin, end, length, share, cut, R)
-                count = schedule.count_of(row_tile, at, length, share, cut, R)
-                led.append(schedule.slot_of(count, at, begin, share, cut, row_tile, G))
-        wanted = [slot for _, slot in sorted(slots[int(item[REQUEST]), row_tile])]
-        assert [int(slot) for slot in led] == wanted, "FAIL: combine looks for states elsewhere"
+    keys = [(int(item[REQUEST]), int(item[ROW_TILE])) for item in items]
+    assert sorted(keys) == sorted(slots), "FAIL: other items than split row tiles"
+    for key, item in zip(keys, items, strict=True):
+        listed = rows[item[STATES] : item[STATES] + item[NUM], LISTED].tolist()
+        wanted = [slot for _, slot in sorted(slots[key])]
+        assert listed == wanted, "FAIL: combine looks for states elsewhere"
         assert len(wanted) <= plan[SPLITS], "FAIL: more splits than the plan says"
+    assert (rows[len(items) :, : STATES + 1] == SPOILED).all()
+    assert (rows[sum(map(len, slots.values())) :, LISTED] == SPOILED).all()
 
 
 def check(sizes: Sizes, module: ModuleType = schedule) -> bool:
@@ -158,8 +150,7 @@ def check(sizes: Sizes, module: ModuleType = schedule) -> bool:
     chains = pieces_of(found, sizes["blocks"])
     check_pieces(chains, sizes)
     check_shares(chains, sizes, int(found["plan"][RUN]))
-    if SIMULATOR:  # where the device functions can be called
-        check_for_combine(found, chains, sizes)
+    check_for_combine(found, chains, sizes)
     assert chains == schedule.mirror(*sizes.values()), "FAIL: other pieces than the mirror's"
     return bool(found["plan"][RUN])
 

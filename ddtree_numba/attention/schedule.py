@@ -121,10 +121,12 @@ def slots(row_tiles, blocks):
 
 
 # The plan: a header, then where each request begins on the line. Pieces: one row for each block's first one, then the
-# others; NEXT is the row of the block's next one, -1 behind the last. Items: row tiles that are split.
+# others; NEXT is the row of the next one, -1 behind the last. Items: row tiles that are split; column LISTED has
+# the slots of their states, those of one item behind those of the other, in the order of keys.
 RUN, LENGTH, SHARE, CUT, ITEMS, SPLITS, HEADER = 0, 1, 2, 3, 4, 5, 8
 REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
-BEGIN, END, ITEM_FIELDS = 2, 3, 4  # of an item beside request and row tile: its run on the line
+STATES, NUM, LISTED, ITEM_FIELDS = 2, 3, 4, 8  # of an item: where its states are listed, and how many
+BEGIN, END = STATES, NUM  # before they are listed: its run on the line
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 
 
@@ -247,6 +249,25 @@ def _write_item(items, m, b, row_tile, begin, end):
     items[m, END] = end
 
 
+@_device
+def _states_of(plan, items, m, row_tiles):
+    """How many states an item has."""
+    begin, end = items[m, BEGIN], items[m, END]
+    if plan[RUN] > 0:
+        return end - begin
+    return pieces_of(items[m, ROW_TILE], begin, end, plan[LENGTH], plan[SHARE], plan[CUT], row_tiles)
+
+
+@_device
+def _slot_at(plan, i, row_tile, begin, end, row_tiles, blocks):
+    """Where its state i is."""
+    if plan[RUN] > 0:
+        return (begin + i) * row_tiles + row_tile
+    length, share, cut = plan[LENGTH], plan[SHARE], plan[CUT]
+    at = start_of(i, row_tile, begin, end, length, share, cut, row_tiles)
+    return slot_of(count_of(row_tile, at, length, share, cut, row_tiles), at, begin, share, cut, row_tile, blocks)
+
+
 @cuda.jit
 def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces, items):
     """Cut the work of requests of these lengths into pieces for so many blocks. One block of `THREADS`."""
@@ -347,6 +368,35 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
             m += new_items
             more += max(new_pieces - 1, 0)
             num_items += new_items
+    cuda.syncthreads()
+
+    # Phase 4: the slots of the items' states; as many threads an item as there are
+    num_items = plan[ITEMS]
+    lanes = 1
+    while 0 < lanes * 2 * num_items <= THREADS:
+        lanes *= 2
+    each = over(num_items * lanes + THREADS - 1, THREADS)
+    low, high = min(over(t, lanes) * each, num_items), min(over(t, lanes) * each + each, num_items)
+    lane = t - over(t, lanes) * lanes
+    mine = 0
+    for m in range(low, high):
+        mine += _states_of(plan, items, m, row_tiles)
+    place = _scan(sums, t, mine if lane == 0 else 0)
+    place -= mine
+    for m in range(low, high):
+        num = _states_of(plan, items, m, row_tiles)
+        row_tile, begin, end = items[m, ROW_TILE], items[m, BEGIN], items[m, END]
+        for i in range(lane, num, lanes):
+            items[place + i, LISTED] = _slot_at(plan, i, row_tile, begin, end, row_tiles, blocks)
+        place += num
+    cuda.syncthreads()
+    if lane == 0:
+        place -= mine
+        for m in range(low, high):
+            num = _states_of(plan, items, m, row_tiles)
+            items[m, STATES] = place
+            items[m, NUM] = num
+            place += num
 
 
 def most_pieces(batch, row_tiles, blocks):

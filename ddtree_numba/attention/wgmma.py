@@ -34,27 +34,20 @@ from numba import cuda
 from numba.cuda import types
 
 from ddtree_numba.attention.schedule import (
-    BEGIN,
     COUNT,
-    CUT,
-    END,
     FIRST,
     ITEMS,
-    LENGTH,
+    LISTED,
     NEXT,
+    NUM,
     ORDER,
     PREFIX,
     REQUEST,
     ROW_TILE,
-    RUN,
-    SHARE,
     SLOT,
     SPLITS,
-    count_of,
+    STATES,
     over,
-    pieces_of,
-    slot_of,
-    start_of,
 )
 from ddtree_numba.device import hopper
 from ddtree_numba.device.hopper import (
@@ -411,6 +404,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
                         touch(bar + TOUCHED, address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
                     n = pieces[n, NEXT]
+            if warp == 11 and lane < block_table.shape[0]:
+                prefetch(address(block_table) + i64(lane) * block_table.strides[0])
             if t == PRODUCER and count > 0:
                 u = 0
                 i = 0
@@ -757,65 +752,62 @@ def make_combine(out_kind: str) -> Any:
     out_is_float = out_kind == "f32"
 
     @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
-    def combine(plan, items, states, state_lses, out, lse, row_tiles, num_rows, blocks):
+    def combine(plan, items, states, state_lses, out, lse, num_rows):
         t = i32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
         parts = cuda.shared.array((20, 8, 32), types.float32)
-        run, length, share, cut = plan[RUN], plan[LENGTH], plan[SHARE], plan[CUT]
-        level = i32(0 if plan[SPLITS] <= 4 else 2 if plan[SPLITS] <= 16 else 3)
-        step = i32(1) << level  # warps that share a part
+        grid = i32(cuda.gridDim.x)
+        num_items, splits = plan[ITEMS], plan[SPLITS]
+        # Warps that share a part, as a power of two: as many as let all units run at once, if there are states for them
+        level = i32(0)
+        while level < 3 and num_items << 4 + level <= grid and splits > 2 << level:
+            level = i32(level + 1)
+        step = i32(1) << level
         unit = i32(cuda.blockIdx.x)
-        units = plan[ITEMS] << 3 + level
-        if t < 32:
-            prefetch(address(items) + i64(min(t * 8, items.shape[0] - 1)) * 16)
+        units = num_items << 3 + level
+        first = warp & step - 1
+        item, slot = (i32(0), i32(0), i32(0), i32(0)), i32(0)
+        if unit < units:
+            item = item_at(items, unit >> 3 + level)
+            slot = slot_of_state(items, item, first + (lane << level))
+        wait_for_kernel()
         x = cuda.local.array(16, types.float32)
         while unit < units:
-            item = unit >> 3 + level
+            b, row_tile, _, num = item
             at = ((unit << 3 | warp) >> level) & 63
-            rows, part, first = at >> 3, at & 7, warp & step - 1
-            unit += i32(cuda.gridDim.x)
-            b, row_tile, begin, end = items[item, REQUEST], items[item, ROW_TILE], items[item, BEGIN], items[item, END]
-            if run > 0:
-                num = end - begin
-            else:
-                num = i32(pieces_of(row_tile, begin, end, length, share, cut, row_tiles))
+            rows, part = at >> 3, at & 7
             row = (rows & 3) * 16 + (lane >> 2)
+            place = address(states) + rows * WARP_STATE + part * PART + lane * 16
+            next_item = item
+            unit += grid
+            if unit < units:
+                next_item = item_at(items, unit >> 3 + level)
             # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
-            m = (LOWEST, LOWEST)
-            l = (ZERO, ZERO)
+            m, l = (LOWEST, LOWEST), (ZERO, ZERO)
             for k in range(16):
                 x[k] = ZERO
-            while first < num:
-                i = min(first + lane * step, num - 1)
-                if run > 0:
-                    slot = i32((begin + i) * row_tiles + row_tile)
-                else:
-                    at = start_of(i, row_tile, begin, end, length, share, cut, row_tiles)
-                    count = count_of(row_tile, at, length, share, cut, row_tiles)
-                    slot = i32(slot_of(count, at, begin, share, cut, row_tile, blocks))
-                wait_for_kernel()
-                k = i32(0)
-                while k < 32 and first + k * step < num:
-                    s0, s1 = cuda.shfl_sync(ALL, slot, k), cuda.shfl_sync(ALL, slot, k + 1)
-                    s2, s3 = cuda.shfl_sync(ALL, slot, k + 2), cuda.shfl_sync(ALL, slot, k + 3)
-                    place = address(states) + rows * WARP_STATE + part * PART + lane * 16
-                    y0, y1 = load_fours(place + i64(s0) * STATE), load_fours(place + i64(s1) * STATE)
-                    y2, y3 = load_fours(place + i64(s2) * STATE), load_fours(place + i64(s3) * STATE)
-                    left = num - first - k * step
-                    e0 = lses_at(state_lses, s0, row, True)
-                    e1 = lses_at(state_lses, s1, row, left > step)
-                    e2 = lses_at(state_lses, s2, row, left > 2 * step)
-                    e3 = lses_at(state_lses, s3, row, left > 3 * step)
-                    most = rows_max(rows_max(m, e0), rows_max(rows_max(e1, e2), e3))
-                    g, e0, e1 = weights(m, most), weights(e0, most), weights(e1, most)
-                    e2, e3 = weights(e2, most), weights(e3, most)
-                    m = most
-                    l = rows_add(rows_times(l, g), rows_add(rows_add(e0, e1), rows_add(e2, e3)))
-                    for h in range(16):
-                        r = h >> 1 & 1
-                        x[h] = x[h] * g[r] + (e0[r] * y0[h] + e1[r] * y1[h] + (e2[r] * y2[h] + e3[r] * y3[h]))
-                    k += 4
-                first += 32 * step
+            k = i32(0)
+            while first + k * step < num:
+                if k > 0 and k & 31 == 0:
+                    slot = slot_of_state(items, item, first + (k + lane << level))
+                s0, s1 = cuda.shfl_sync(ALL, slot, k & 31), cuda.shfl_sync(ALL, slot, k + 1 & 31)
+                s2, s3 = cuda.shfl_sync(ALL, slot, k + 2 & 31), cuda.shfl_sync(ALL, slot, k + 3 & 31)
+                y0, y1 = load_fours(place + i64(s0) * STATE), load_fours(place + i64(s1) * STATE)
+                y2, y3 = load_fours(place + i64(s2) * STATE), load_fours(place + i64(s3) * STATE)
+                left = num - first - k * step
+                e0 = lses_at(state_lses, s0, row, True)
+                e1 = lses_at(state_lses, s1, row, left > step)
+                e2 = lses_at(state_lses, s2, row, left > 2 * step)
+                e3 = lses_at(state_lses, s3, row, left > 3 * step)
+                most = rows_max(rows_max(m, e0), rows_max(rows_max(e1, e2), e3))
+                g, e0, e1 = weights(m, most), weights(e0, most), weights(e1, most)
+                e2, e3 = weights(e2, most), weights(e3, most)
+                m = most
+                l = rows_add(rows_times(l, g), rows_add(rows_add(e0, e1), rows_add(e2, e3)))
+                for h in range(16):
+                    r = h >> 1 & 1
+                    x[h] = x[h] * g[r] + (e0[r] * y0[h] + e1[r] * y1[h] + (e2[r] * y2[h] + e3[r] * y3[h]))
+                k = i32(k + 4)
             # Phase 2: the sums of warps that share a part
             if step > 1:
                 cuda.syncthreads()
@@ -824,9 +816,7 @@ def make_combine(out_kind: str) -> Any:
                 for k in range(16):
                     parts[k, warp, lane] = x[k]
                 cuda.syncthreads()
-                if warp & step - 1 > 0:
-                    continue
-                for w in range(warp + 1, warp + step):
+                for w in range(warp + 1, warp + step if first == 0 else 0):
                     other = (parts[16, w, lane], parts[17, w, lane])
                     most = rows_max(m, other)
                     g, e = weights(m, most), weights(other, most)
@@ -835,24 +825,38 @@ def make_combine(out_kind: str) -> Any:
                     for k in range(16):
                         x[k] = x[k] * g[k >> 1 & 1] + parts[k, w, lane] * e[k >> 1 & 1]
             # Phase 3: results
-            inverse = inverses(l)
-            r = row_tile * 64 + row
-            column = (rows >> 2) * 256 + part * 32
-            at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + (lane & 3) * lane_bytes
-            below = at + 8 * 512 * out_bytes
-            found = all_of(x)
-            if out_is_float:
-                store_floats(found, at, below, inverse, r < num_rows, r + 8 < num_rows)
-            else:
-                store_halves(found, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
-            if rows < 4 and part == 0 and lane & 3 == 0:
-                if r < num_rows:
-                    lse[b, r] = -INF if l[0] == ZERO else m[0] + cuda.libdevice.logf(l[0])
-                if r + 8 < num_rows:
-                    lse[b, r + 8] = -INF if l[1] == ZERO else m[1] + cuda.libdevice.logf(l[1])
-        wait_for_kernel()  # where there is nothing to merge: who waits for this kernel waits for the one ahead
+            if first == 0:
+                inverse = inverses(l)
+                r = row_tile * 64 + row
+                column = (rows >> 2) * 256 + part * 32
+                at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + (lane & 3) * lane_bytes
+                below = at + 8 * 512 * out_bytes
+                merged = all_of(x)
+                if out_is_float:
+                    store_floats(merged, at, below, inverse, r < num_rows, r + 8 < num_rows)
+                else:
+                    store_halves(merged, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
+                if rows < 4 and part == 0 and lane & 3 == 0:
+                    if r < num_rows:
+                        lse[b, r] = -INF if l[0] == ZERO else m[0] + cuda.libdevice.logf(l[0])
+                    if r + 8 < num_rows:
+                        lse[b, r + 8] = -INF if l[1] == ZERO else m[1] + cuda.libdevice.logf(l[1])
+            item = next_item
+            slot = slot_of_state(items, item, first + (lane << level))
 
     return combine
+
+
+@device
+def item_at(items, m):
+    """Request, row tile, where its states are listed, and how many there are."""
+    return items[m, REQUEST], items[m, ROW_TILE], items[m, STATES], items[m, NUM]
+
+
+@device
+def slot_of_state(items, item, i):
+    """Of an item's state i, or of its last one."""
+    return items[item[2] + min(i, item[3] - 1), LISTED]
 
 
 @device

@@ -507,7 +507,7 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
             wgmma.make_combine(out_kind),
             (blocks, 1, 1),
             wgmma.COMBINE_THREADS,
-            (*states, out, lse, *map(np.int32, (sizes.row_tiles, sizes.num_rows, sizes.blocks))),
+            (*states, out, lse, np.int32(sizes.num_rows)),
             results=0,
             shared_bytes=0,
             overlap=True,
