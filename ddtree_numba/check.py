@@ -197,9 +197,10 @@ def takes(variant: str, tensors: Tensors) -> bool:
     if q.dtype.itemsize != 2 or q.ndim != 4 or (rank, q.shape[3]) != (mma.R, mma.D):
         return False
     if variant == "wgmma":
+        batch, num_nodes, num_heads, head_dim = q.shape
         longest = int(tensors["cache_seqlens"].max(initial=0))
-        return not wgmma_host.takes_sizes(*q.shape[:3], rank, q.shape[3], longest, HOST)
-    return variant.endswith("_numpy") or mma.takes_widths(rank, q.shape[3], HOST)
+        return not wgmma_host.takes_sizes(batch, num_nodes, num_heads, rank, head_dim, longest, HOST)
+    return variant.endswith("_numpy") or mma.takes_widths(rank, mma.D, HOST)
 
 
 def _first(name: str, count: int) -> str:

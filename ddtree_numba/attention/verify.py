@@ -373,13 +373,15 @@ def workspace_bytes(
     nbytes = 16 * -(-(max(floats) + state) // 4)
     if variant != "auto" or prefix_tail:
         return nbytes
-    given: dict[str, Any] = {"num_splits": require_splits(num_splits), "batch_invariant": batch_invariant}
-    candidates = likely(batch, num_nodes, num_heads, max_seqlen, planned=True, **given)
-    sizes_given = (batch, num_nodes, num_heads, kv_lora_rank, kv_lora_rank + qk_rope_head_dim, max_seqlen)
-    if "wgmma" in candidates and not wgmma_host.takes_sizes(*sizes_given, HOST):
-        nbytes = max(nbytes, wgmma_host.workspace_bytes("wgmma", *sizes_given))
-    if "mma" in candidates and not runtime.SIMULATOR and mma.takes_widths(*sizes_given[3:5], HOST):
-        nbytes = max(nbytes, 16 * -(-mma.make_plan(*sizes_given, device=HOST, **given).workspace_floats // 4))
+    # With a plan wgmma is taken for smaller sizes, without one it needs more.
+    options: dict[str, Any] = {"num_splits": require_splits(num_splits), "batch_invariant": batch_invariant}
+    candidates = likely(batch, num_nodes, num_heads, max_seqlen, planned=True, **options)
+    head_dim = kv_lora_rank + qk_rope_head_dim
+    whole = (batch, num_nodes, num_heads, kv_lora_rank, head_dim, max_seqlen)
+    if "wgmma" in candidates and not wgmma_host.takes_sizes(*whole, HOST):
+        nbytes = max(nbytes, wgmma_host.workspace_bytes("wgmma", *whole))
+    if "mma" in candidates and not runtime.SIMULATOR and mma.takes_widths(kv_lora_rank, head_dim, HOST):
+        nbytes = max(nbytes, 16 * -(-mma.make_plan(*whole, device=HOST, **options).workspace_floats // 4))
     return nbytes
 
 
