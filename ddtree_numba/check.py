@@ -23,10 +23,11 @@ from ddtree_numba.accept import compact_kv as compact
 from ddtree_numba.accept import greedy, sampled, sglang
 from ddtree_numba.accept import target_probs as probabilities
 from ddtree_numba.accept.accepted import Accepted
-from ddtree_numba.attention import flash, merge, mma, three_phase
+from ddtree_numba.attention import flash, merge, mma, three_phase, wgmma_host
 from ddtree_numba.attention.verify import verify_attention
 from ddtree_numba.compare import Report, compare
 from ddtree_numba.device import runtime
+from ddtree_numba.device.arrays import HOST
 from ddtree_numba.masks import pack_mask, unpack_mask
 from ddtree_numba.tree import encodings
 from ddtree_numba.tree.build_tree import build_tree
@@ -172,7 +173,8 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
         reason = str(error)
         yield Row(path.name, "?", "-", "nothing", (), 0.0, reason)
         return
-    variants = [variant for variant in operator.variants if not variant.startswith("mma") or takes(variant, tensors)]
+    on_tensor_cores = ("mma", "wgmma")
+    variants = [x for x in operator.variants if not x.startswith(on_tensor_cores) or takes(x, tensors)]
     simulated = [variant for variant in variants if runtime.SIMULATOR and not variant.endswith("_numpy")]
     for variant in variants:
         started(f"{path.name} {variant}")
@@ -187,10 +189,18 @@ def check_file(path: Path, seconds: float | None, started: Callable[[str], None]
 
 
 def takes(variant: str, tensors: Tensors) -> bool:
-    """Whether a variant for tensor cores takes the format and widths of a file, and this GPU has what it needs."""
-    q, widths = tensors["q"], (mma.R, mma.D)
-    fits = q.dtype.itemsize == 2 and q.ndim == 4 and (int(tensors["kv_lora_rank"]), q.shape[3]) == widths
-    return fits and (variant.endswith("_numpy") or bool(mma.fitting_tiles(-1)))
+    """Whether a variant for tensor cores takes the format and widths of a file, and this GPU has what it needs.
+
+    The simulator has what mma needs, and nothing for wgmma.
+    """
+    q, rank = tensors["q"], int(tensors["kv_lora_rank"])
+    if q.dtype.itemsize != 2 or q.ndim != 4 or (rank, q.shape[3]) != (mma.R, mma.D):
+        return False
+    if variant == "wgmma":
+        batch, num_nodes, num_heads, head_dim = q.shape
+        longest = int(tensors["cache_seqlens"].max(initial=0))
+        return not wgmma_host.takes_sizes(batch, num_nodes, num_heads, rank, head_dim, longest, HOST)
+    return variant.endswith("_numpy") or mma.takes_widths(rank, mma.D, HOST)
 
 
 def _first(name: str, count: int) -> str:
@@ -262,8 +272,13 @@ def _check_verify_attention(tensors: Tensors, variant: str, seconds: float | Non
     of casting the expected result to that dtype, which is 1.8e-3 for bfloat16. Casting is one rounding to nearest; the
     other of the two is for a variant that rounds its weights to the dtype as well, as tensor cores need. Errors of
     float32 arithmetic vanish beside either.
+
+    wgmma, kernel and mirror, gets paged files in pages of the size that it takes.
     """
     arrays, checked = _select(tensors, variant, seconds)
+    if variant.startswith("wgmma") and "block_table" in arrays:
+        arrays |= _in_pages(arrays, wgmma_host.KEYS)
+        checked += f" in pages of {wgmma_host.KEYS}"
     dtype = arrays["q"].dtype
     module = flash if variant.startswith("flash") else three_phase
     if dtype == np.float32:
@@ -292,6 +307,19 @@ def _check_verify_attention(tensors: Tensors, variant: str, seconds: float | Non
 
     out = compare(result["out"], arrays["expected_out"], name="out", rel_frobenius=bound)
     return checked, (out, _compare_lse(result["lse"], arrays["expected_lse"], LSE_BOUND)), elapsed
+
+
+def _in_pages(arrays: dict[str, Any], page_size: int) -> Tensors:
+    """A paged cache in pages of another size, last page first, with NaN behind prefix and tree; and its table."""
+    table, cache, num_nodes = arrays["block_table"], arrays["kv_cache"], arrays["q"].shape[1]
+    batch, capacity = len(table), -(-table.shape[1] * cache.shape[1] // page_size) * page_size
+    rows = np.full((batch, capacity, cache.shape[2]), np.nan, cache.dtype)
+    for b, length in enumerate(arrays["cache_seqlens"]):
+        key = np.arange(length + num_nodes)
+        rows[b, key] = cache[table[b, key // cache.shape[1]], key % cache.shape[1]]
+    pages = rows.reshape(-1, page_size, cache.shape[2])[::-1]
+    new_table = np.arange(len(pages), dtype=np.int32)[::-1].reshape(batch, -1)
+    return {"kv_cache": np.ascontiguousarray(pages), "block_table": np.ascontiguousarray(new_table)}
 
 
 def _compare_lse(actual: np.ndarray, expected: np.ndarray, bound: float) -> Report:
@@ -732,7 +760,7 @@ OPERATORS = {
             *("q", "kv_cache", "cache_seqlens", "tree_mask", "kv_lora_rank", "sm_scale", "logit_magnitude"),
             *("out", "lse"),
         ),
-        ("three_phase_numpy", "three_phase", "flash_numpy", "flash", "mma_numpy", "mma"),
+        ("three_phase_numpy", "three_phase", "flash_numpy", "flash", "mma_numpy", "mma", "wgmma_numpy", "wgmma"),
         _check_verify_attention,
     ),
     "merge_states": _Operator(

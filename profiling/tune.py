@@ -164,13 +164,14 @@ def problem(gpu: Any, shape: tuple[int, int, int, int], dtype: str) -> tuple[Any
 
 @contextmanager
 def choosing(choice: Tuned | None) -> Iterator[None]:
-    """``variant="auto"`` takes this meanwhile, as it would from the file."""
-    kept, tuned.of = tuned.of, lambda device: choice
+    """``variant="auto"`` takes flash as it would from the file, and no tensor cores, meanwhile."""
+    kept = tuned.of, verify.likely
+    tuned.of, verify.likely = lambda device: choice, lambda *sizes, **options: ("flash",)
     remembered.forget()  # a call with the same arrays would launch what it did before
     try:
         yield
     finally:
-        tuned.of = kept
+        tuned.of, verify.likely = kept
         remembered.forget()
 
 

@@ -1593,7 +1593,14 @@ def wgmma_rows() -> list[Row]:
         no("plan", "a number", set_to("plan", 3), "^plan is 3; it must be an AttentionPlan", TypeError),
         no("plan", "one for other heads", planned(1, 3), "^plan is for B = 2, Q = 3, H = 1"),
         no("plan", "one for longer prefixes", planned(2, 4), "^plan is for B = 2, Q = 3, H = 2, max_seqlen = 4"),
-        refused("plan", "3 with auto", set_to("plan", 3), ValueError, "^plan is 3; variant 'auto' takes None"),
+        refused("plan", "3 with auto", set_to("plan", 3), TypeError, "^plan is 3; it must be an AttentionPlan"),
+        refused(
+            "plan",
+            "3 with flash",
+            several(set_to("variant", "flash"), set_to("plan", 3)),
+            ValueError,
+            "^plan is 3; variant 'flash' takes None, variants 'auto' and 'wgmma' an AttentionPlan",
+        ),
         Row(
             "variant",
             "wgmma in the simulator",

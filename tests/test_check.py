@@ -16,6 +16,7 @@ from refs import trees
 
 SMALL = check.REFERENCE_FOLDER / "verify_attn_h8_p1_b4.kdtr"
 BFLOAT16 = check.REFERENCE_FOLDER / "verify_attn_r32_h9_p150_b16_bf16.kdtr"
+PAGED_TENSOR_CORES = check.REFERENCE_FOLDER / "verify_attn_h4_p40_b8_bf16.kdtr"
 TENSOR_CORES = check.REFERENCE_FOLDER / "verify_attn_h5_p20_b6_f16.kdtr"
 WIDE = check.REFERENCE_FOLDER / "verify_attn_r32_h5_p60_b4_wide.kdtr"
 MERGE = check.REFERENCE_FOLDER / "merge_states_r32_f32.kdtr"
@@ -58,7 +59,9 @@ def variants(path):
     tensors = kdtr.read(path)
     every = check.OPERATORS[bytes(tensors["operator"]).decode()].variants
     tensor_cores = tensors["q"].dtype.itemsize == 2 and tensors["q"].shape[3] == 576 if "q" in tensors else False
-    return [variant for variant in every if tensor_cores or not variant.startswith("mma")]
+    hopper = not SIMULATOR and check.wgmma_host.compute_capability(-1)[0] == 9
+    every = [variant for variant in every if hopper or variant != "wgmma"]
+    return [variant for variant in every if tensor_cores or not variant.startswith(("mma", "wgmma"))]
 
 
 @pytest.mark.parametrize(
@@ -128,11 +131,43 @@ def test_what_tensor_cores_take_is_checked_on_them_where_the_gpu_has_them(monkey
         assert all(row.passed for row in rows)
         return [row.variant for row in rows]
 
+    monkeypatch.setattr(check.wgmma_host, "_backend", lambda: "")  # as on a GPU
+    monkeypatch.setattr(check.wgmma_host, "compute_capability", lambda device: (9, 0))
     sixteen_bits = [path for path in check.reference_files("verify_attention") if len(checked(path)) == len(every)]
     assert [path.stem.split("_")[-1] for path in sixteen_bits] == ["bf16", "f16"]
-    assert checked(SMALL) == checked(BFLOAT16) == list(every[:-2])
+    assert checked(SMALL) == checked(BFLOAT16) == list(every[:-4])
+    monkeypatch.setattr(check.wgmma_host, "compute_capability", lambda device: (8, 0))
+    assert checked(TENSOR_CORES) == list(every[:-1])
     monkeypatch.setattr(check.mma, "fitting_tiles", lambda device: [])
-    assert checked(TENSOR_CORES) == list(every[:-1])  # the mirror is left
+    assert checked(TENSOR_CORES) == [*every[:-4], "mma_numpy", "wgmma_numpy"]  # the mirrors are left
+
+
+def test_wgmma_gets_paged_files_in_pages_of_64(monkeypatch, tmp_path):
+    """With the same rows, none in its old place, and NaN in all others."""
+    seen = []
+    attention, operator = check.verify_attention, check.OPERATORS["verify_attention"]
+    monkeypatch.setitem(check.OPERATORS, "verify_attention", operator._replace(variants=("mma_numpy", "wgmma_numpy")))
+
+    def noted(**given):
+        seen.append((given["variant"], given["kv_cache"], given["block_table"]))
+        attention(**given)
+
+    monkeypatch.setattr(check, "verify_attention", noted)
+    rows = {row.variant: row for row in check.check_file(PAGED_TENSOR_CORES, 0.0)}
+    assert all(row.passed for row in rows.values())
+    assert rows["wgmma_numpy"].checked == "all 72 rows in pages of 64" and rows["mma_numpy"].checked == "all 72 rows"
+    cache, table = next((cache, table) for variant, cache, table in seen if variant == "wgmma_numpy")
+    tensors = kdtr.read(PAGED_TENSOR_CORES)
+    assert cache.shape == (4, 64, 576) and table.tolist() == [[3, 2], [1, 0]]
+    for b, length in enumerate(tensors["cache_seqlens"]):
+        live = length + tensors["q"].shape[1]
+        found = cache[table[b]].reshape(-1, 576)
+        kept = tensors["kv_cache"][np.clip(tensors["block_table"][b], 0, 9)].reshape(-1, 576)
+        np.testing.assert_array_equal(found[:live].view(np.uint16), kept[:live].view(np.uint16))
+        assert np.isnan(found[live:].astype(np.float32)).all()
+    for wrong in (tensors["kv_cache"][:, ::-1], tensors["kv_cache"][::-1]):
+        path = rewritten(tmp_path, PAGED_TENSOR_CORES, kv_cache=np.ascontiguousarray(wrong))
+        assert not any(row.passed for row in check.check_file(path, 0.0))
 
 
 def passes(tensors, variant, seconds):

@@ -302,7 +302,8 @@ def bytes_on_gpu(n: int, device: str = "cuda") -> Any:
 
 def scratch_size(inputs: dict[str, Any], **options: Any) -> int:
     batch, num_nodes, num_heads, _ = inputs["q"].shape
-    return dd.workspace_bytes(batch, num_nodes, num_heads, inputs["kv_cache"].shape[1] - num_nodes, **options)
+    capacity = inputs["kv_cache"].shape[1] - num_nodes
+    return dd.workspace_bytes(batch, num_nodes, num_heads, capacity, variant="flash", **options)
 
 
 @pytest.mark.parametrize("options", SPLITS, ids=str)

@@ -19,7 +19,7 @@ import pytest
 
 import ddtree_numba as dd
 from ddtree_numba.attention import flash, mma, verify
-from ddtree_numba.attention.verify import FEW_KEYS
+from ddtree_numba.attention.verify import FEW_KEYS, first_of, likely
 from refs import oracle
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,6 +91,24 @@ def test_the_rule_of_auto_takes_the_faster_variant():
             ratio = float(ours["microseconds"]) / float(case["three_phase"]["microseconds"])
             keys = int(ours["prefix"]) + int(ours["Q"])
             assert ratio > 1 if keys <= FEW_KEYS else ratio < (1.07 if keys <= 50 else 1), ours
+
+
+@pytest.mark.skipif(not any(row["variant"] == "wgmma" for row in ROWS), reason="wgmma has not been measured yet")
+@pytest.mark.parametrize("planned", [False, True])
+def test_the_rule_of_auto_takes_the_fastest_variant_for_16_bits(planned):
+    """Or one that takes less than 10 % more, where variants cross. Cases without rows of wgmma are not for it."""
+    names = ("three_phase", "flash", "mma", "wgmma_planned" if planned else "wgmma")
+    cases: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in ROWS:
+        if row["variant"] in names and row["splits"] in ("", tables.EVEN):
+            case = tuple(row[name] for name in ("B", "Q", "H", "prefix", "dtype", "case", "page_size"))
+            cases.setdefault(case, {})[row["variant"].removesuffix("_planned")] = float(row["microseconds"])
+    cases = {case: times for case, times in cases.items() if "mma" in times}
+    assert sum("wgmma" in times for times in cases.values()) > 5
+    for case, times in cases.items():
+        candidates = likely(*map(int, case[:4]), num_splits=None, batch_invariant=False, planned=planned)
+        taken = first_of(candidates, times.__contains__)
+        assert times[taken] < 1.1 * min(times.values()), (case, times)
 
 
 @needs_error_rows

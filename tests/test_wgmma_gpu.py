@@ -26,6 +26,7 @@ from test_verify_attention_gpu import (
 )
 
 import ddtree_numba as dd
+from ddtree_numba.attention import verify
 from ddtree_numba.compare import compare
 from ddtree_numba.device.launch import compute_capability
 from ddtree_numba.device.runtime import SIMULATOR
@@ -173,11 +174,18 @@ def test_rising_and_falling_scores(step, sign):
     check(inputs | {"q": q, "kv_cache": cache, "sm_scale": step})
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_random_shapes_and_trees(seed):
+@pytest.mark.parametrize("tens", range(30))
+def test_random_shapes_and_trees(tens):
+    for seed in range(10 * tens, 10 * tens + 10):
+        given = random_case(seed)
+        print(f"seed {seed}: {given}, {given.dtype}, {given.prefixes}, Q {given.Q}, H {given.H}, {given.page_size}")
+        check(make_inputs(given, seed=seed))
+
+
+def random_case(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     batch, num_nodes = int(rng.integers(1, 9)), int(rng.choice([1, 2, 5, 9, 17, 33, 65, 129]))
-    given = Case(
+    return Case(
         "wgmma_random",
         tuple(int(n) for n in rng.integers(0, int(rng.choice([1, 40, 700, 3000])), batch)),
         Q=num_nodes,
@@ -190,7 +198,6 @@ def test_random_shapes_and_trees(seed):
         slack=int(rng.integers(0, 140)),
         **MODEL,
     )
-    check(make_inputs(given, seed=seed))
 
 
 @pytest.mark.parametrize("prefix", [0, 200])
@@ -410,6 +417,29 @@ def test_wrong_plans_are_refused():
         plan = dd.plan_attention(lengths[:batch], num_nodes=num_nodes, num_heads=num_heads, max_seqlen=most)
         with pytest.raises(ValueError, match="^plan is for B = "):
             attend(**given, plan=plan)
+
+
+# What auto makes of it
+
+
+@pytest.mark.parametrize("page_size", [None, 64, 16])
+def test_auto_takes_it_where_it_can_and_mma_elsewhere(monkeypatch, page_size):
+    """Bit for bit, with and without a plan, in a workspace of the stated size."""
+    monkeypatch.setattr(verify, "WGMMA_PAIRS", 1)
+    inputs = make_inputs(case("auto", (3000, 37), Q=9, H=16, page_size=page_size))
+    given = on_device(inputs, "torch")
+    capacity = inputs["kv_cache"].shape[1] if page_size is None else inputs["block_table"].shape[1] * page_size
+    lengths = given["cache_seqlens"]
+    plan = dd.plan_attention(lengths, num_nodes=9, num_heads=16, max_seqlen=capacity - 9)
+    memory = bytes_on_gpu(dd.workspace_bytes(2, 9, 16, capacity - 9))
+    taken = "mma" if page_size == 16 else "wgmma"
+    expected = dd.verify_attention(**given, variant=taken)
+    for options in ({}, {"plan": plan}, {"workspace": memory}, {"workspace": memory, "plan": plan}):
+        assert_same_bits(dd.verify_attention(**given, **options), expected)
+    expected = dd.verify_attention(**given, batch_invariant=True, variant="mma")
+    found = dd.verify_attention(**given, batch_invariant=True, plan=plan)
+    assert_same_bits(found, expected)
+    check_against_oracle((to_host(found[0]), to_host(found[1])), inputs)
 
 
 # Beside kernels that fill the GPU, with blocks of one step still waiting for room

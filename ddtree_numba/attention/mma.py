@@ -694,19 +694,41 @@ def plan_of(problem: Problem, num_splits: int | None, batch_invariant: bool) -> 
         batch_invariant=batch_invariant,
     )
     q, cache = problem.q_nope, problem.kv_cache
-    if kernel_dtype(q.dtype) not in FORMATS or kernel_dtype(q.dtype) != kernel_dtype(cache.dtype):
+    if not same_format(problem):
         raise TypeError(
             "variant 'mma' takes q and kv_cache both bfloat16 or both float16; "
             f"here they are {q.dtype} and {cache.dtype}"
         )
-    for x in (q, problem.q_pe, cache):
-        if 0 not in x.shape and not in_pieces(x, 16):
-            raise ValueError(
-                f"{x} has strides {x.strides} in bytes, at an address {x.pointer % 16} above a multiple of 16; variant "
-                "'mma' reads 16 bytes at a time: the last axis must be contiguous, address and strides multiples of 16"
-            )
+    for x in unreadable(problem):
+        raise ValueError(
+            f"{x} has strides {x.strides} in bytes, at an address {x.pointer % 16} above a multiple of 16; variant "
+            "'mma' reads 16 bytes at a time: the last axis must be contiguous, address and strides multiples of 16"
+        )
     require_workspace(problem, plan.workspace_floats)
     return plan
+
+
+def takes(problem: Problem) -> bool:
+    """Whether `plan_of` would refuse nothing but a workspace or a number of splits."""
+    widths = takes_widths(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device)
+    return widths and same_format(problem) and not unreadable(problem)
+
+
+def takes_widths(kv_lora_rank: int, head_dim: int, device: int) -> bool:
+    """Whether they are R and D, and a GPU has the instructions and the memory."""
+    return (kv_lora_rank, head_dim) == (R, D) and bool(fitting_tiles(device))
+
+
+def same_format(problem: Problem) -> bool:
+    """Whether q and the cache are both bfloat16 or both float16."""
+    q, cache = (kernel_dtype(x.dtype) for x in (problem.q_nope, problem.kv_cache))
+    return q in FORMATS and q == cache
+
+
+def unreadable(problem: Problem) -> list[View]:
+    """Arrays whose rows cannot be read 16 bytes at a time."""
+    given = (problem.q_nope, problem.q_pe, problem.kv_cache)
+    return [x for x in given if 0 not in x.shape and not in_pieces(x, 16)]
 
 
 def run(problem: Problem, plan: Plan) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddtree_numba.attention import flash, mma, remembered, three_phase, tuned, wgmma_host
 from ddtree_numba.attention.problem import Problem, make_problem
+from ddtree_numba.device import runtime
 from ddtree_numba.device.arrays import HOST, require_flag, require_integer, require_one_of, shown
 from ddtree_numba.device.recording import recording
 
-FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster
+# Where variants cross, as measured on an H200 (profiling/results/nvidia-h200/verify_attention.csv).
+FEW_KEYS = 32  # up to which three_phase, one kernel instead of two, is faster than flash
+MMA_KEYS = 64  # of a request, from which mma is faster than flash
+WGMMA_PAIRS = 2**17  # of a row and a key, in all requests, from which wgmma is faster than mma, its planning included
+PLANNED_PAIRS = 2**12  # likewise with a plan that is given
 VARIANTS = (
     "auto",
     "three_phase",
@@ -84,14 +89,15 @@ def verify_attention(
         A row's bits must not depend on the other requests. flash and mma then split every 2,048 keys; three_phase, and
         the others with ``num_splits``, always keep this.
     variant : {"auto", "three_phase", "flash", "mma", "wgmma", and each but "auto" with _numpy behind it}
-        "auto": flash, but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths;
-        what profiling/tune.py found on this GPU comes first (docs/profiling.md).
+        "auto": the fastest by sizes: wgmma or mma where they take the arguments, except in the simulator; else flash,
+        but three_phase for at most 32 keys (max_seqlen + Q), and where flash does not take the widths. What
+        profiling/tune.py found on this GPU decides between these two (docs/profiling.md). wgmma and mma round weights
+        to 16 bits (docs/verify_attention.md has the errors); "flash" is float32 throughout.
         "mma": tensor cores, for q and a cache both bfloat16 or both float16, R = 512, P = 64, rows that can be read 16
-        bytes at a time, compute capability 8.0 and later; "auto" does not take it.
+        bytes at a time, compute capability 8.0 and later.
         "wgmma": Hopper's tensor cores, compute capability 9.x, for the same dtypes and widths; nodes and heads of q one
         axis of rows, pages of a multiple of 64 tokens or a contiguous cache, no num_splits, no batch_invariant
-        (docs/wgmma.md). Its first call for a dtype, out_dtype and kind of mask compiles for some 8 seconds; "auto"
-        does not take it.
+        (docs/wgmma.md). Its first call for a dtype, out_dtype and kind of mask compiles for some 8 seconds.
         Those in _numpy are the kernels' NumPy mirrors, for host arrays; they need no GPU and no simulator.
     out : float [B, Q, H, R], optional
         Written to in place of a new array; any strides, no overlap with the inputs.
@@ -104,6 +110,7 @@ def verify_attention(
         order, at an address that is a multiple of 16. Nothing is kept in it between calls. three_phase needs none.
     plan : AttentionPlan, optional
         For wgmma: what `plan_attention` made of the lengths, for all layers of a step. Default: a call makes its own.
+        With "auto" it is checked, and not used where another variant is taken.
     validate : bool
         Also check contents (lengths, live table entries, mask bits), which copies them to the host.
 
@@ -201,13 +208,20 @@ def _checked_and_launched(
     num_splits, batch_invariant = require_splits(num_splits), require_flag("batch_invariant", batch_invariant)
     if variant.startswith("three_phase") and num_splits not in (None, 1):
         raise ValueError(f"num_splits is {num_splits}; variant {variant!r} takes 1 or None, variant 'flash' any number")
-    if plan is not None and variant != "wgmma":
-        raise ValueError(f"plan is {shown(plan)}; variant {variant!r} takes None, variant 'wgmma' an AttentionPlan")
+    if plan is not None and variant not in ("auto", "wgmma"):
+        raise ValueError(
+            f"plan is {shown(plan)}; variant {variant!r} takes None, variants 'auto' and 'wgmma' an AttentionPlan"
+        )
     problem = make_problem(q, kv_cache, cache_seqlens, tree_mask, **others)
-    found = tuned.of(problem.q_nope.device) if variant == "auto" else None
+    found = None
+    if variant == "auto":
+        found = tuned.of(problem.q_nope.device)
+        if plan is not None:
+            wgmma_host.require_plan(plan, problem)
+        variant = chosen(problem, num_splits, batch_invariant, plan is not None, found)
     if variant == "three_phase_numpy":
         three_phase.run_mirror(problem)
-    elif variant == "three_phase" or (variant == "auto" and not takes_flash(problem, num_splits, found)):
+    elif variant == "three_phase":
         three_phase.run(problem)
     elif variant == "flash_numpy":
         flash.run_mirror(problem, flash.plan_of(problem, num_splits, batch_invariant))
@@ -225,15 +239,67 @@ def _checked_and_launched(
     return problem.results
 
 
-def takes_flash(problem: Problem, num_splits: int | None, found: flash.Tuned | None = None) -> bool:
-    """The rule of ``variant="auto"``: flash for more than FEW_KEYS, or what was found, wherever it takes the widths.
+def chosen(
+    problem: Problem, num_splits: int | None, batch_invariant: bool, planned: bool, found: flash.Tuned | None
+) -> str:
+    """What ``variant="auto"`` takes for checked arguments."""
+    candidates = likely(
+        problem.batch,
+        problem.num_nodes,
+        problem.num_heads,
+        problem.max_seqlen,
+        num_splits=num_splits,
+        batch_invariant=batch_invariant,
+        planned=planned,
+        few_keys=FEW_KEYS if found is None else found.few_keys,
+    )
+    return first_of(candidates, lambda variant: takes(variant, problem))
 
-    docs/verify_attention.md has the times.
+
+def likely(
+    batch: int,
+    num_nodes: int,
+    num_heads: int,
+    max_seqlen: int,
+    *,
+    num_splits: int | None,
+    batch_invariant: bool,
+    planned: bool,
+    few_keys: int = FEW_KEYS,
+) -> tuple[str, ...]:
+    """What ``variant="auto"`` may take for these sizes, the fastest first. docs/verify_attention.md has the times.
+
+    wgmma's bits depend on the other requests in any case, so its limit may count them. Those of mma and three_phase do
+    not: with num_splits or batch_invariant, a row's bits, and so its variant, must be the same in every batch.
     """
+    keys, found = max_seqlen + num_nodes, []
+    pairs = batch * num_nodes * num_heads * keys
+    if num_splits is None and not batch_invariant and pairs >= (PLANNED_PAIRS if planned else WGMMA_PAIRS):
+        found.append("wgmma")
+    if keys >= MMA_KEYS:
+        found.append("mma")
     if num_splits is not None and num_splits > 1:
-        return True  # and flash says what is wrong, if it is
-    many = problem.max_seqlen + problem.num_nodes > (FEW_KEYS if found is None else found.few_keys)
-    return many and bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
+        return (*found, "flash")  # and flash says what is wrong, if it is
+    if keys > few_keys:
+        found.append("flash")
+    return (*found, "three_phase")
+
+
+def first_of(candidates: Sequence[str], fits: Callable[[str], bool]) -> str:
+    """The first that takes the arguments; the last is not asked."""
+    return next(filter(fits, candidates[:-1]), candidates[-1])
+
+
+def takes(variant: str, problem: Problem) -> bool:
+    """Whether ``variant="auto"`` may take it here for checked arguments.
+
+    Not the simulator's mma: what runs there is small, and meant to be exact.
+    """
+    if variant == "wgmma":
+        return not wgmma_host.takes(problem)
+    if variant == "mma":
+        return not runtime.SIMULATOR and mma.takes(problem)
+    return bool(flash.fitting_tiles(problem.kv_lora_rank, problem.head_dim, problem.q_nope.device))
 
 
 def flops(
@@ -354,7 +420,19 @@ def workspace_bytes(
         for wide, choice in ((True, None), (False, None), (True, None if prefix_tail else tuned.of(HOST)))
     ]
     state = batch * num_nodes * num_heads * (kv_lora_rank + 1) if prefix_tail else 0
-    return 16 * -(-(max(floats) + state) // 4)
+    nbytes = 16 * -(-(max(floats) + state) // 4)
+    if variant != "auto" or prefix_tail:
+        return nbytes
+    # With a plan wgmma is taken for smaller sizes, without one it needs more.
+    options: dict[str, Any] = {"num_splits": require_splits(num_splits), "batch_invariant": batch_invariant}
+    candidates = likely(batch, num_nodes, num_heads, max_seqlen, planned=True, **options)
+    head_dim = kv_lora_rank + qk_rope_head_dim
+    whole = (batch, num_nodes, num_heads, kv_lora_rank, head_dim, max_seqlen)
+    if "wgmma" in candidates and not wgmma_host.takes_sizes(*whole, HOST):
+        nbytes = max(nbytes, wgmma_host.workspace_bytes("wgmma", *whole))
+    if "mma" in candidates and not runtime.SIMULATOR and mma.takes_widths(kv_lora_rank, head_dim, HOST):
+        nbytes = max(nbytes, 16 * -(-mma.make_plan(*whole, device=HOST, **options).workspace_floats // 4))
+    return nbytes
 
 
 def require_splits(num_splits: Any) -> int | None:

@@ -179,6 +179,18 @@ def takes(problem: Problem) -> str:
     return refused(problem) or _gpu(problem.q_nope.device) or _layouts(problem) or _backend()
 
 
+def takes_sizes(
+    batch: int, num_nodes: int, num_heads: int, kv_lora_rank: int, head_dim: int, max_seqlen: int, device: int
+) -> str:
+    """An empty string where the kernel takes these sizes on a GPU, in layouts and formats of its own, else why not."""
+    return (
+        _widths(kv_lora_rank, head_dim)
+        or _gpu(device)
+        or _counts(batch, num_nodes, num_heads, max_seqlen, device)
+        or _backend()
+    )
+
+
 def refused(problem: Problem) -> str:
     """An empty string where the mirror takes the checked arguments, in any layout, else why not."""
     sizes = (problem.batch, problem.num_nodes, problem.num_heads, problem.max_seqlen)
@@ -307,7 +319,7 @@ def require_alone(variant: str, num_splits: int | None, batch_invariant: bool) -
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """How the work of a step is shared out, on the device: for `verify_attention(..., variant="wgmma", plan=...)`.
+    """How the work of a step is shared out, on the device: for `verify_attention(..., plan=...)`.
 
     Made by `plan_attention`. Its contents are for the kernels alone.
 
@@ -340,9 +352,10 @@ class AttentionPlan:
 
 
 def plan_attention(cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_seqlen: int) -> AttentionPlan:
-    """Share out the work of a step, once for all its layers, for ``verify_attention(..., variant="wgmma", plan=...)``.
+    """Share out the work of a step, once for all its layers, for ``verify_attention(..., plan=...)``.
 
-    Without a plan every call makes its own, by one more small kernel.
+    It is for ``variant="wgmma"``, and for "auto" where that takes it. Without a plan every call makes its own, by one
+    more small kernel.
 
     Parameters
     ----------
