@@ -283,7 +283,9 @@ def test_parts_of_a_workspace_lie_apart_within_it_and_aligned(offset):
 def test_the_workspace_holds_what_the_kernels_index():
     sizes = Sizes(batch=40, num_nodes=3, num_heads=8, blocks=132)
     shapes = {part.name: part for part in plan_parts(sizes) + state_parts(sizes)}
-    assert shapes["states"] == Part("states", (2 * 132 + 1, 64, 512), "float32")
+    assert shapes["states"] == Part("states", (2 * 132 + 1, 64, 512), "float16")
+    assert shapes["beside"] == Part("beside", (2 * 132 + 1, 3, 64), "float32")
+    assert shapes["items"].shape == (2 * 132 + 1, 8), "a row lists a state, of which there are as many as slots"
     assert shapes["maps"].shape == (132 * 64,)
     assert shapes["plan"].shape == (8 + 40 + 1,) and shapes["pieces"].shape == (40 + 2 * 132 + 1, 8)
 
@@ -312,7 +314,8 @@ from ddtree_numba.device.arrays import View
 
 started, maps, made = [], [], []
 
-def record(kernel, blocks, threads, args, *, results, shared_bytes):
+def record(kernel, blocks, threads, args, *, results, shared_bytes, overlap=False):
+    assert overlap == (kernel.py_func.__name__ == "combine")
     first = launch.first_view(args)
     names = list(kernel.py_func.__code__.co_varnames[: kernel.py_func.__code__.co_argcount])
     started.append([kernel.py_func.__name__, blocks[0], threads, shared_bytes, first.kind, first.device, len(names),
@@ -391,7 +394,12 @@ def test_kernels_get_the_types_that_they_are_written_for(launched):
     assert types[:3] == ["UniTuple(int64 x 16)"] * 3
     assert types[3:9] == ["array(int32, 2d, C)", "array(uint32, 3d, C)", *["int32"] * 3, "float32"]
     assert types[9:12] == ["array(int64, 1d, C)", "array(int32, 1d, C)", "array(int32, 2d, C)"]
-    assert types[12:] == ["array(float16, 3d, C)", *(f"array(float32, {n}d, C)" for n in (2, 3, 2))]
+    assert types[12:] == [
+        "array(float16, 3d, C)",
+        "array(float32, 2d, C)",
+        "array(float16, 3d, C)",
+        "array(float32, 3d, C)",
+    ]
 
 
 def test_a_workspace_is_made_and_room_for_results_of_other_strides(launched):

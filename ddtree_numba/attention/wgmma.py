@@ -63,8 +63,8 @@ from ddtree_numba.device.hopper import (
     inverses,
     keep_map,
     let_follow,
-    load_fours,
     load_shared,
+    load_state,
     log_sums,
     make_pack_tile,
     make_store_halves,
@@ -96,6 +96,7 @@ from ddtree_numba.device.hopper import (
     store_shared,
     store_state,
     tile_max,
+    tile_most,
     tile_sum,
     touch,
     wait_for_kernel,
@@ -120,14 +121,17 @@ QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
 TOUCHED = 264  # a word that nobody reads
 
-# A state, bytes: half of the columns after the other, in each the four warps', of each 32 fours a lane, lane by lane.
-STATE, HALF_STATE, WARP_STATE, PART = 131072, 65536, 16384, 2048  # a part: 32 columns, four fours a lane
+# A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane;
+# float16, relative to the largest magnitude of a row's half, at least TINY. Beside it these, and the rows' lse.
+STATE, HALF_STATE, WARP_STATE, PART = 65536, 32768, 8192, 1024  # a part: 32 columns, two eights a lane
+LSES, SCALES = 0, 1  # of what is beside a state: its lse, the magnitudes of its first half, of its second
 
 # Named barriers.
 P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3, 5, 6, 7, 8
 
 ZERO, SLACK = np.float32(0.0), np.float32(8.0)
 LOWEST = np.float32(-1e30)  # the reference of a row that has seen no key
+TINY = np.float32(1e-30)
 ALL = 0xFFFFFFFF
 INF = np.float32(np.inf)
 exp = cuda.libdevice.expf
@@ -352,7 +356,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     @cuda.jit(launch_bounds=LAUNCH_BOUNDS)
     def wgmma(
         q_nope_map, q_pe_map, kv_map, block_table, mask, page_size, num_heads, num_nodes,
-        scale, maps, plan, pieces, out, lse, states, state_lses,
+        scale, maps, plan, pieces, out, lse, states, beside,
     ):  # fmt: skip
         s0 = shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
         t = cuda.threadIdx.x
@@ -613,10 +617,13 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         if r1 < num_rows:
                             lse[b, r1] = e[1]
                 else:
-                    store_state(o, address(states) + i64(slot) * STATE + fragment_here(), inverse)
+                    most = rows_max(rows_times(quad_max(tile_most(o)), inverse), (TINY, TINY))
+                    place = address(states) + i64(slot) * STATE + fragment_here()
+                    store_state(o, place, rows_times(inverse, inverses(most)))
                     if q4 == 0:
-                        state_lses[slot, row] = e[0]
-                        state_lses[slot, row + 8] = e[1]
+                        for i in range(2):
+                            beside[slot, LSES, row + 8 * i] = e[i]
+                            beside[slot, SCALES, row + 8 * i] = most[i]
                 n = pieces[n, NEXT]
         else:
             # Warpgroup 1: tiles B, columns 256 .. 511
@@ -728,7 +735,12 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     at += 256 * out_bytes
                     store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
                 else:
-                    store_state(o, address(states) + i64(slot) * STATE + HALF_STATE + fragment_here(), inverse)
+                    most = rows_max(rows_times(quad_max(tile_most(o)), inverse), (TINY, TINY))
+                    place = address(states) + i64(slot) * STATE + HALF_STATE + fragment_here()
+                    store_state(o, place, rows_times(inverse, inverses(most)))
+                    if q4 == 0:
+                        for i in range(2):
+                            beside[slot, SCALES + 1, row + 8 * i] = most[i]
 
                 n = pieces[n, NEXT]
 
@@ -752,7 +764,7 @@ def make_combine(out_kind: str) -> Any:
     out_is_float = out_kind == "f32"
 
     @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
-    def combine(plan, items, states, state_lses, out, lse, num_rows):
+    def combine(plan, items, states, beside, out, lse, num_rows):
         t = i32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
         parts = cuda.shared.array((20, 8, 32), types.float32)
@@ -792,18 +804,22 @@ def make_combine(out_kind: str) -> Any:
                     slot = slot_of_state(items, item, first + (k + lane << level))
                 s0, s1 = cuda.shfl_sync(ALL, slot, k & 31), cuda.shfl_sync(ALL, slot, k + 1 & 31)
                 s2, s3 = cuda.shfl_sync(ALL, slot, k + 2 & 31), cuda.shfl_sync(ALL, slot, k + 3 & 31)
-                y0, y1 = load_fours(place + i64(s0) * STATE), load_fours(place + i64(s1) * STATE)
-                y2, y3 = load_fours(place + i64(s2) * STATE), load_fours(place + i64(s3) * STATE)
+                y0, y1 = load_state(place + i64(s0) * STATE), load_state(place + i64(s1) * STATE)
+                y2, y3 = load_state(place + i64(s2) * STATE), load_state(place + i64(s3) * STATE)
+                c0, c1 = scales_at(beside, s0, rows >> 2, row), scales_at(beside, s1, rows >> 2, row)
+                c2, c3 = scales_at(beside, s2, rows >> 2, row), scales_at(beside, s3, rows >> 2, row)
                 left = num - first - k * step
-                e0 = lses_at(state_lses, s0, row, True)
-                e1 = lses_at(state_lses, s1, row, left > step)
-                e2 = lses_at(state_lses, s2, row, left > 2 * step)
-                e3 = lses_at(state_lses, s3, row, left > 3 * step)
+                e0 = lses_at(beside, s0, row, True)
+                e1 = lses_at(beside, s1, row, left > step)
+                e2 = lses_at(beside, s2, row, left > 2 * step)
+                e3 = lses_at(beside, s3, row, left > 3 * step)
                 most = rows_max(rows_max(m, e0), rows_max(rows_max(e1, e2), e3))
                 g, e0, e1 = weights(m, most), weights(e0, most), weights(e1, most)
                 e2, e3 = weights(e2, most), weights(e3, most)
                 m = most
                 l = rows_add(rows_times(l, g), rows_add(rows_add(e0, e1), rows_add(e2, e3)))
+                e0, e1 = rows_times(e0, c0), rows_times(e1, c1)
+                e2, e3 = rows_times(e2, c2), rows_times(e3, c3)
                 for h in range(16):
                     r = h >> 1 & 1
                     x[h] = x[h] * g[r] + (e0[r] * y0[h] + e1[r] * y1[h] + (e2[r] * y2[h] + e3[r] * y3[h]))
@@ -860,9 +876,16 @@ def slot_of_state(items, item, i):
 
 
 @device
-def lses_at(state_lses, slot, row, there):
+def lses_at(beside, slot, row, there):
     """Of a lane's two rows of a state; -inf of one that is not there."""
-    return state_lses[slot, row] if there else -INF, state_lses[slot, row + 8] if there else -INF
+    if there:
+        return beside[slot, LSES, row], beside[slot, LSES, row + 8]
+    return -INF, -INF
+
+
+@device
+def scales_at(beside, slot, half, row):
+    return beside[slot, SCALES + half, row], beside[slot, SCALES + half, row + 8]
 
 
 @device

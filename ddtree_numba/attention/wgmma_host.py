@@ -64,6 +64,7 @@ COPY_THREADS = 256
 # Of the mirror, as the kernel has them.
 SLACK = np.float32(8.0)
 LOWEST = np.float32(-1e30)
+TINY = np.float32(1e-30)
 WARP_ROWS = 16  # a warp moves the references of all its rows, or none
 ZERO = np.float32(0.0)
 NEG_INF = np.float32(-np.inf)
@@ -124,8 +125,8 @@ def state_parts(sizes: Sizes) -> tuple[Part, ...]:
     """What `wgmma` leaves for itself, its tensor maps, and for `combine`."""
     return (
         Part("maps", (sizes.blocks * 64,), "int64"),
-        Part("states", (sizes.slots, ROWS, R), "float32"),
-        Part("state_lses", (sizes.slots, ROWS), "float32"),
+        Part("states", (sizes.slots, ROWS, R), "float16"),
+        Part("beside", (sizes.slots, 3, ROWS), "float32"),
     )
 
 
@@ -503,7 +504,7 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
     numbers = map(np.int32, (problem.kv_cache.shape[1], sizes.num_heads, sizes.num_nodes))
     given = (*maps_of(problem), table, mask, *numbers, scale)
     places = (room["maps"], plan.plan, plan.pieces)
-    results = (out, lse, room["states"], room["state_lses"])
+    results = (out, lse, room["states"], room["beside"])
     launch(
         wgmma.make_kernel(input_kind, out_kind, problem.bits_per_word == 32),
         (sizes.blocks, 1, 1),
@@ -515,7 +516,7 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
     if plan.max_seqlen + sizes.num_nodes > KEYS:  # else no row tile has more than one key tile, and none is split
         # At most two states an item; 64 parts of one where there are many splits.
         blocks = min(sizes.slots // 2 * 64, sizes.blocks * wgmma.COMBINE_BLOCKS)
-        states = (replace(plan.plan, kind=kind), plan.items, room["states"], room["state_lses"])
+        states = (replace(plan.plan, kind=kind), plan.items, room["states"], room["beside"])
         launch(
             wgmma.make_combine(out_kind),
             (blocks, 1, 1),
@@ -709,7 +710,7 @@ def mirror(
             if slot < 0:
                 write(b, rows, *state)
             else:
-                states.setdefault((b, row_tile), []).append((first, *state))
+                states.setdefault((b, row_tile), []).append((first, kept(state[0]), state[1]))
     for (b, row_tile), found in states.items():
         rows = np.arange(row_tile * ROWS, min(row_tile * ROWS + ROWS, num_rows))
         write(b, rows, *merged([state for _, *state in sorted(found, key=lambda state: state[0])]))
@@ -721,6 +722,13 @@ def state_of(ref, l, acc):
     one = np.where(nothing, np.float32(1.0), l)
     values = np.where(nothing[:, None], ZERO, acc * (np.float32(1.0) / one)[:, None])
     return values, np.where(nothing, NEG_INF, (ref + np.log2(one)) * LN_2)
+
+
+def kept(values):
+    """A state's values as its memory has them: float16, relative to the largest magnitude of a row's half."""
+    halves = values.reshape(len(values), 2, R // 2)
+    most = np.maximum(np.fmax.reduce(np.abs(halves), axis=2, keepdims=True), TINY)
+    return ((halves * (np.float32(1.0) / most)).astype(np.float16).astype(np.float32) * most).reshape(values.shape)
 
 
 def merged(states):

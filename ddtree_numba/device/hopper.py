@@ -161,16 +161,19 @@ wait_for_kernel = instruction("griddepcontrol.wait;")
 
 
 @intrinsic
-def load_fours(typingctx, at):
-    """Four fours of a state, 512 bytes apart."""
+def load_state(typingctx, at):
+    """Two eights of a state, 512 bytes apart, as float32."""
 
     def codegen(context, builder, signature, args):
-        struct = ir.LiteralStructType([F32] * 4)
+        words, pair = ir.LiteralStructType([I32] * 4), ir.LiteralStructType([F32] * 2)
+        unpacked = "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\ncvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}"
         found = []
-        for k in range(4):
-            text = f"ld.global.v4.f32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
-            four = assembly(builder, struct, [args[0]], text, "=f,=f,=f,=f,l", False)
-            found += [builder.extract_value(four, i) for i in range(4)]
+        for k in range(2):
+            text = f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
+            four = assembly(builder, words, [args[0]], text, "=r,=r,=r,=r,l", False)
+            for i in range(4):
+                two = assembly(builder, pair, [builder.extract_value(four, i)], unpacked, "=f,=f,r", False)
+                found += [builder.extract_value(two, n) for n in (0, 1)]
         return packed(builder, F32, found)
 
     return floats(16)(types.int64), codegen
@@ -393,6 +396,17 @@ def tile_max(typingctx, s):
 
 
 @intrinsic
+def tile_most(typingctx, s):
+    """This thread's largest magnitude of each row."""
+
+    def codegen(context, builder, signature, args):
+        magnitudes = [assembly(builder, F32, [x], "abs.f32 $0, $1;", "=f,f", False) for x in elements(builder, args[0])]
+        return by_halves(builder, packed(builder, F32, magnitudes), maximum)
+
+    return floats(2)(s), codegen
+
+
+@intrinsic
 def tile_sum(typingctx, p):
     """This thread's sum of each row."""
 
@@ -509,18 +523,19 @@ def store_floats(typingctx, acc, at, below, inverse, stored, stored_below):
 
 
 @intrinsic
-def store_state(typingctx, acc, at, inverse):
-    """All accumulators of this thread, scaled, four by four, 512 bytes apart."""
+def store_state(typingctx, acc, at, factors):
+    """All accumulators of this thread, times their rows' factors, as float16, eight by eight, 512 bytes apart."""
 
     def codegen(context, builder, signature, args):
-        e, f = elements(builder, args[0]), elements(builder, args[2])
-        for j in range(len(e) // 4):
-            four = [scaled(builder, e[4 * j + i], f[half(i)]) for i in range(4)]
-            text = f"st.global.v4.f32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
-            assembly(builder, VOID, [args[1], *four], text, "l,f,f,f,f,~{memory}")
+        f = elements(builder, args[2])
+        x = [scaled(builder, value, f[half(i)]) for i, value in enumerate(elements(builder, args[0]))]
+        words = [rounded_pair(builder, "f16", *x[i : i + 2]) for i in range(0, len(x), 2)]
+        for j in range(len(words) // 4):
+            text = f"st.global.v4.b32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
+            assembly(builder, VOID, [args[1], *words[4 * j : 4 * j + 4]], text, "l,r,r,r,r,~{memory}")
         return context.get_dummy_value()
 
-    return types.void(acc, at, inverse), codegen
+    return types.void(acc, at, factors), codegen
 
 
 def make_store_halves(kind):
