@@ -294,7 +294,7 @@ def recorded(call: Callable[[], Any], room: ModuleType) -> list[tuple[Any, tuple
     """The same of all that a call launches."""
     found = []
 
-    def record(kernel: Any, blocks: Any, threads: int, args: Any, *, results: int, shared_bytes: int) -> None:
+    def record(kernel: Any, blocks: Any, threads: int, args: Any, *, shared_bytes: int, **_: Any) -> None:
         found.append((kernel, launch.signature(launch.type_keys(args)), shared_bytes))
 
     with mock.patch.multiple(room, launch=record, require_backend=lambda: None, create=True):

@@ -194,7 +194,7 @@ def prepare(
 ) -> Launch:
     """A launch of a kernel with these arguments, which lie on the current device; nothing starts."""
     where = first_view(args)
-    kernel_object = _compiled(kernel, where.device, type_keys(args), overlap)
+    kernel_object = _compiled(kernel, where.device, type_keys(args))
     # What Numba's own launch would prepare from its device arrays, made from the views, which is much faster.
     words: list[int] = []
     for a in args:
@@ -311,7 +311,7 @@ def signature(keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> tuple[Any, ..
 
 
 @functools.cache
-def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, str], ...], overlap: bool) -> Any:
+def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, str], ...]) -> Any:
     """The kernel's function on a device for arguments of these types, compiled on first use.
 
     A block gets more than 48 KB of shared memory only after a kernel attribute has been raised (CUDA C++ Programming
@@ -326,10 +326,6 @@ def _compiled(kernel: Any, device: int, keys: tuple[tuple[np.dtype[Any], int, st
         attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         cap = shared_bytes_limit(device) - static
         (status,) = driver.cuKernelSetAttribute(attribute, cap, function.handle, device)
-    if status == driver.CUresult.CUDA_SUCCESS and overlap:
-        # Else the multiprocessors would have to be idle, to share out their memory anew, before it starts.
-        attribute = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        (status,) = driver.cuKernelSetAttribute(attribute, 100, function.handle, device)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(f"the driver refused shared memory above 48 KB a block ({status.name})")
     return function
