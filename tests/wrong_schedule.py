@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "even_runs_never": (("if batch * row_tiles <= blocks:", "if batch * row_tiles <= 0:"),),
     "even_runs_always": (("if even <= share * TILE", "if 0 <= share * TILE"),),
     "merging_costs_nothing": (("            even += MERGE\n", "            even += 0\n"),),
-    "longest_of_the_first_thread": (("longest = max(longest, sums[i])", "longest = max(longest, sums[0])"),),
+    "longest_of_the_first_thread": (("sums[t] = max(sums[t], sums[t + step])", "sums[t] = sums[t]"),),
     "second_slot_is_the_first": (("    return block * 2 + 1\n", "    return block * 2\n"),),
     "no_slot_behind_the_teams": (("    if at == cut and at > begin:", "    if at < 0 and at > begin:"),),
     "whole_row_tiles_leave_states": (("split = at > begin or last < end", "split = True"),),
@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     ),
     "too_few_splits": (("over(longest - 1, share) + 3", "1"),),
     "no_barrier_ahead_of_the_requests": (
-        ("        plan[starts + batch] = length\n    cuda.syncthreads()\n", "        plan[starts + batch] = length\n"),
+        ("        starts[batch] = length\n    cuda.syncthreads()\n", "        starts[batch] = length\n"),
     ),
 }
 

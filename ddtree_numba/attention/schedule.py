@@ -128,6 +128,7 @@ REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1,
 STATES, NUM, LISTED, ITEM_FIELDS = 2, 3, 4, 8  # of an item: where its states are listed, and how many
 BEGIN, END = STATES, NUM  # before they are listed: its run on the line
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
+LINE = 8 if runtime.SIMULATOR else 1024  # requests, and one, whose beginnings are near; those of more are in the plan
 
 
 @_device
@@ -147,12 +148,27 @@ def _scan(sums, t, x):
 
 
 @_device
-def _request_at(plan, starts, batch, at):
+def _largest(sums, t, x):
+    """The largest x of all threads; all threads of the block call it."""
+    cuda.syncthreads()
+    sums[t] = x
+    cuda.syncthreads()
+    step = THREADS // 2
+    while step > 0:
+        if t < step:
+            sums[t] = max(sums[t], sums[t + step])
+        cuda.syncthreads()
+        step //= 2
+    return sums[0]
+
+
+@_device
+def _request_at(starts, batch, at):
     """The request whose run holds a place on the line."""
     low, high = 0, batch - 1
     while low < high:
         middle = (low + high + 1) >> 1
-        if plan[starts + middle] <= at:
+        if starts[middle] <= at:
             low = middle
         else:
             high = middle - 1
@@ -169,13 +185,13 @@ def _even_pieces(c, batch, run, starts, lengths, max_seqlen, num_nodes, row_tile
     """The piece of a block in mode even; returns pieces and items."""
     index = over(c, row_tiles)
     row_tile = c - index * row_tiles
-    if index >= plan[starts + batch]:
+    if index >= starts[batch]:
         if write:
             pieces[c, COUNT] = 0
             pieces[c, NEXT] = -1
         return 0, 0
-    b = _request_at(plan, starts, batch, index)
-    begin, end = plan[starts + b], plan[starts + b + 1]
+    b = _request_at(starts, batch, index)
+    begin, end = starts[b], starts[b + 1]
     split = end - begin > 1
     if write:
         first = (index - begin) * run
@@ -209,8 +225,8 @@ def _shared_pieces(c, batch, starts, lengths, max_seqlen, row_tiles, blocks, pla
         if at == last:
             b += 1
         else:
-            b = _request_at(plan, starts, batch, at)
-        begin, end = plan[starts + b], plan[starts + b + 1]
+            b = _request_at(starts, batch, at)
+        begin, end = starts[b], starts[b + 1]
         last = min(min(end, edge), at + stop - count)
         split = at > begin or last < end
         if write:
@@ -274,7 +290,8 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
     t = cuda.threadIdx.x
     sums = cuda.shared.array(THREADS, types.int32)
     batch = lengths.shape[0]
-    starts = HEADER
+    line = cuda.shared.array(LINE, types.int32)
+    starts = line if batch < LINE else plan[HEADER:]
 
     # Phase 1: where each request begins on the line
     each = over(batch + THREADS - 1, THREADS)
@@ -288,14 +305,9 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
     length = sums[THREADS - 1]
     before = end - mine
     for b in range(low, high):
-        plan[starts + b] = before
+        starts[b] = before
         before += key_tiles(lengths[b], num_nodes, max_seqlen)
-    cuda.syncthreads()
-    sums[t] = most
-    cuda.syncthreads()
-    longest = 0
-    for i in range(THREADS):
-        longest = max(longest, sums[i])
+    longest = _largest(sums, t, most)
 
     # Phase 2: shares or runs, whichever takes less
     share = share_of(length, row_tiles, blocks)
@@ -309,12 +321,7 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
             total = 0
             for b in range(batch):
                 total += over(key_tiles(lengths[b], num_nodes, max_seqlen) + tried - 1, tried)
-            cuda.syncthreads()
-            sums[t] = 1 if total * row_tiles <= blocks else 0
-            cuda.syncthreads()
-            first = 0
-            while first < THREADS and sums[first] == 0:
-                first += 1
+            first = _largest(sums, t, t + 1 if total * row_tiles > blocks else 0)  # longer runs fit, too
             high = min(low + first * step, high)
             if first > 0:
                 low = min(low + (first - 1) * step + 1, high)
@@ -332,7 +339,7 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
         length = sums[THREADS - 1]
         before = end - mine
         for b in range(low, high):
-            plan[starts + b] = before
+            starts[b] = before
             before += over(key_tiles(lengths[b], num_nodes, max_seqlen) + run - 1, run)
     if t == 0:
         plan[SPLITS] = over(longest + run - 1, run) if run > 0 else over(longest - 1, share) + 3
@@ -340,7 +347,7 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
         plan[LENGTH] = length
         plan[SHARE] = share
         plan[CUT] = cut
-        plan[starts + batch] = length
+        starts[batch] = length
     cuda.syncthreads()
 
     # Phase 3: the pieces of each block, counted, then written
