@@ -1,11 +1,12 @@
 """Errors and times of verify_attention beside its peers on this GPU, as CSV.
 
 ``python profiling/bench_verify_attention.py --out profiling/results/nvidia-h200`` writes verify_attention.csv there:
-reference files, the shapes of the tables, and sweeps over one size at a time (column case). Each row is checked against
-float64 first; what is wrong is not timed, and for variants of ours the exit code says so. The columns of time are those
-of harness.py, the sustained ones for some shapes alone. tflops and gb_per_s are what the operator must compute and
-move, as the functions beside it count, over microseconds. peers.py has the peers. `mma` is measured in 16 bits, where
-the GPU has what it needs. Columns of `flash` and `mma`:
+reference files, shapes of tree verification (pages of 64, packed masks; all others have bool masks), the shapes of the
+tables, and sweeps over one size at a time (column case). Each row is checked against float64 first; what is wrong is
+not timed, and for variants of ours the exit code says so. The columns of time are those of harness.py, the sustained
+ones for some shapes alone. tflops and gb_per_s are what the operator must compute and move, as the functions beside it
+count, over microseconds. peers.py has the peers. `mma` is measured in 16 bits, where the GPU has what it needs. Columns
+of `flash` and `mma`:
 
 - tiles: rows and keys of its tiles, as it chose them. The variant flash_small has nothing but the smaller ones.
 - splits: "even" is the default, even parts of all work; else num_splits, or the keys of a part with batch_invariant.
@@ -127,7 +128,13 @@ def swept(name: str, quick: bool) -> list[Case]:
     return found
 
 
+VERIFY = "tree verify"  # as a model does it: pages of 64, packed masks
+SHAPES = (
+    *((1, 64, 17, 2048), (8, 64, 9, 2048), (32, 64, 9, 8192), (32, 128, 2, 8192), (1, 64, 65, 32768)),
+    *((64, 16, 33, 1024), (2, 8, 9, 37), (1, 64, 17, 131072), (1, 8, 9, 8192), (64, 128, 1, 4096)),
+)
 CASES = (
+    *(Case(shape, "bfloat16", ways=(("mma", EVEN), *HOPPER), page_size=64, sweep=VERIFY) for shape in SHAPES),
     *(
         Case(shape, dtype, ways=USUAL + FLEX if (dtype, shape) == ("bfloat16", (8, 64, 9, 2048)) else USUAL)
         for shape in ((1, 64, 17, 2048), (8, 64, 9, 2048), (64, 16, 33, 1024), (2, 8, 9, 37), (1, 8, 9, 40000))
@@ -207,6 +214,11 @@ class Gpu(harness.Gpu):
         table = torch.empty_like(order)
         table[order] = torch.arange(len(cache), device=self.place)
         return {"kv_cache": cache[order], "block_table": table.int().view(batch, -1)}
+
+    def packed(self, mask: Any) -> Any:
+        """A bool mask as words."""
+        words = dd.pack_mask(mask.cpu().numpy()).view(np.int32)
+        return self.torch.from_numpy(words).to(self.place).view(self.torch.uint32)
 
     def from_file(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The inputs of a reference file; the mask as bool, as in all other rows."""
@@ -369,9 +381,10 @@ def rows_of(
     nbytes = verify.bytes_moved(num_nodes, num_heads, prefixes, ITEMSIZE[dtype], **widths)
     limits = bounds(gpu, exact, dtype, longest + num_nodes)
     results = gpu.results(inputs)
+    ours = inputs | {"tree_mask": gpu.packed(inputs["tree_mask"])} if case.sweep == VERIFY else inputs
     known: Row = {"case": name, "B": batch, "H": num_heads, "Q": num_nodes, "prefix": longest, "dtype": dtype}
     known["page_size"] = case.page_size or ""
-    sustain = case.shape in SUSTAINED and not case.sweep
+    sustain = case.shape in SUSTAINED and not case.sweep or case.sweep == VERIFY
     small, taken = f"{flash.SMALL.rows}x{flash.SMALL.keys}", ""
     for variant, splits in (*case.ways, *((other, "") for other in others)):
         if variant == "three_phase" and work > THREE_PHASE_FLOPS:
@@ -389,13 +402,13 @@ def rows_of(
             bound, lse_bound = peers.BOUNDS[dtype]
             make = partial(gpu.peer, variant, inputs, results, sm_scale)
         elif (variant, splits) in HOPPER:
-            make = partial(of_wgmma, gpu, inputs, results, sm_scale, variant == "wgmma_planned")
+            make = partial(of_wgmma, gpu, ours, results, sm_scale, variant == "wgmma_planned")
         elif variant in others:
             if dtype == "float32":
                 bound = peers.BOUNDS[dtype][0]  # the bounds of ours follow from the order of our sums
             make = partial(bound_to, others[variant], inputs, results, sm_scale)
         else:
-            make = partial(of_ours, gpu, inputs, results, sm_scale, **WAYS[variant, splits])
+            make = partial(of_ours, gpu, ours, results, sm_scale, **WAYS[variant, splits])
         row: Row = {**known, "variant": variant, "splits": splits, "bound": f"{bound:.3e}"}
         truth = exact
         if variant in peers.CAUSAL:
