@@ -408,8 +408,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
                         touch(bar + TOUCHED, address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
                     n = pieces[n, NEXT]
-            if warp == 11 and lane < block_table.shape[0]:
-                prefetch(address(block_table) + i64(lane) * block_table.strides[0])
             if t == PRODUCER and count > 0:
                 u = 0
                 i = 0
