@@ -162,6 +162,20 @@ def speed_table(rows: Rows) -> str:
     return markdown(*lines)
 
 
+def verify_table(rows: Rows) -> str:
+    """Tensor cores on paged caches: microseconds of a call, spaced out and back to back."""
+    names = ("B,H,Q,prefix", "mma", "wgmma", "with a plan", "TFLOP/s", "back to back", "MHz", "W", "host")
+    lines: list[Sequence[str]] = [names]
+    rows = [row for row in rows if row["case"] == "tree verify"]
+    for key in in_order(rows, *SHAPE):
+        case = {row["variant"]: row for row in rows if tuple(row[name] for name in SHAPE) == key}
+        times = (microseconds(case, variant) for variant in ("mma", "wgmma", "wgmma_planned"))
+        planned = case.get("wgmma_planned", {})
+        last = ("tflops", "sustained_us", "sustained_mhz", "sustained_w", "host_us")
+        lines.append((",".join(key), *times, *(number(planned.get(name, "")) for name in last)))
+    return markdown(*lines)
+
+
 def splits_table(rows: Rows) -> str:
     """Microseconds by the way in which the work is shared out."""
     columns = {EVEN: "even parts of all work", "1": "`num_splits=1`", "2048 keys": "`batch_invariant=True`"}
@@ -579,6 +593,7 @@ QUOTES = (
     Quote("README.md", "attention", H200, (attention_sentence, bfloat16_sentence)),
     Quote("README.md", "merge", MERGES, (merge_sentence,)),
     Quote("docs/verify_attention.md", "speed", H200, (speed_table,)),
+    Quote("docs/wgmma.md", "verify", H200, (verify_table,)),
     Quote("docs/flash.md", "splits", H200, (splits_table,)),
     Quote("docs/numerics.md", "errors", H200, (numerics_table,)),
     Quote("docs/numerics.md", "long rows", ERRORS, (error_table,)),
