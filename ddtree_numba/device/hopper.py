@@ -28,7 +28,8 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``let_follow()``                            griddepcontrol.launch_dependents: blocks of the next kernel on the stream,
                                             if it is launched to overlap, may start
 ``wait_for_kernel()``                       griddepcontrol.wait: until the kernel ahead has ended and is seen
-``keep_clocks(at, others)``                 %clock64 and %globaltimer (ns) to global memory, if ``others`` is 0; no branch
+``keep_clocks(at, others)``                 %clock64 and %globaltimer (nanoseconds) to global memory where ``others`` is
+                                            0, without a branch
 ``make_wait(n, pending)``                   wgmma.wait_group; takes and returns the accumulators, so that nothing that
                                             reads them moves ahead of it
 ==========================================  ========================================================================
