@@ -49,6 +49,7 @@ TIMES = {
 ERRORS = ("rel_frobenius", "max_abs", "max_ulp", "lse_error")
 # What follows from times, and what says nothing of speed or error.
 DERIVED = ("spread_microseconds", "gb_per_s", "tflops", "repeats", "note", "bound", "checked", "logit_magnitude")
+DERIVED += ("ns", "cycles", "timer_ns", "kernel_mhz", "call_us", "clocked_call_us")  # of a trace
 DERIVED += ("sustained_mhz", "sustained_w", "sustained_gb_per_s", "sustained_tflops")
 MACHINE = ("gpu", "driver", "sm_clock_mhz", "cpu")
 VERSIONS = ("power_w", "temperature_c", "python", "numpy", "numba_cuda", "torch", "triton", "cupy", "commit")

@@ -21,6 +21,7 @@ import plot_accept
 import plot_attention
 import plot_decode
 import plot_launch
+import plot_pipeline
 import plot_speedup
 import plot_trees
 import style
@@ -29,7 +30,7 @@ from style import Drawing, Rows
 
 DRAWINGS = {
     drawing.name: drawing
-    for script in (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch)
+    for script in (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch, plot_pipeline)
     for drawing in script.DRAWINGS
 }
 # In data-path order: title, figures, files.
@@ -45,6 +46,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
             ("verify_attention",),
         ),
     ),
+    ("Attention: the pipeline of wgmma", ("wgmma_pipeline",), ("wgmma_trace",)),
     ("Attention: error", ("attention_error", "attention_error_keys", "attention_error_logits"), ("attention_error",)),
     ("Merging states", (), ("merge_states",)),
     ("After the target's forward pass", ("step_stages", "accept_sweeps"), ("accept",)),

@@ -29,6 +29,7 @@ import bench_merge_states  # noqa: E402
 import harness  # noqa: E402
 import sweep  # noqa: E402
 import tables  # noqa: E402
+import trace_wgmma  # noqa: E402
 
 
 class Device:
@@ -409,7 +410,7 @@ def test_a_kernel_slowed_by_10_percent_is_caught_and_a_repetition_is_not(with_gp
 
 
 @pytest.mark.skipif(not harness.runtime.SIMULATOR, reason="there is a GPU")
-@pytest.mark.parametrize("script", [bench_ceilings, bench_encodings], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [bench_ceilings, bench_encodings, trace_wgmma], ids=lambda script: script.__name__)
 def test_measuring_says_that_it_needs_a_gpu(script, tmp_path, capsys):
     assert script.main(["--out", str(tmp_path)]) == 2
     assert "there is none" in capsys.readouterr().err and list(tmp_path.iterdir()) == []

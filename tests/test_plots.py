@@ -30,6 +30,7 @@ import plot_accept  # noqa: E402
 import plot_attention  # noqa: E402
 import plot_decode  # noqa: E402
 import plot_launch  # noqa: E402
+import plot_pipeline  # noqa: E402
 import plot_speedup  # noqa: E402
 import plot_trees  # noqa: E402
 import report  # noqa: E402
@@ -38,7 +39,9 @@ import tables  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 from PIL import Image  # noqa: E402  # comes with matplotlib
 
-SCRIPTS = (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch)
+from ddtree_numba.attention import clocks  # noqa: E402
+
+SCRIPTS = (plot_trees, plot_attention, plot_accept, plot_decode, plot_speedup, plot_launch, plot_pipeline)
 DRAWINGS = {drawing.name: drawing for script in SCRIPTS for drawing in script.DRAWINGS}
 each_drawing = pytest.mark.parametrize("drawing", DRAWINGS.values(), ids=DRAWINGS)
 
@@ -245,12 +248,35 @@ def decodings():
     ]
 
 
+# Nanoseconds behind the beginning of a pair of 2,400, as a warpgroup passes the places of wgmma's clocks.
+PASSED = (
+    (0, 610, 660, 1150, 1180, 1740),
+    (70, 640, 700, 720, 1120, 1200, 1790),
+)
+
+
+def trace():
+    return [
+        {"case": "trace", "variant": "wgmma", "block": 5, "warpgroup": w, "pair": pair, "event": name}
+        | {"ns": f"{2400 * (pair - 2) + time:.1f}", "cycles": 4300 * (pair - 2) + 2 * time}
+        for pair in range(2, 10)
+        for w in (0, 1)
+        for name, time in zip(clocks.NAMES[w], PASSED[w], strict=True)
+    ]
+
+
 @pytest.fixture(scope="module")
 def made_up(tmp_path_factory):
     """A folder of results in which every figure finds what it shows."""
     folder = tmp_path_factory.mktemp("results")
     files = {"verify_attention": attention, "attention_error": errors, "ceilings": ceilings, "trees": tree_rows}
-    for name, rows in {**files, "merge_states": merges, "accept": accepts, "decode": decodings}.items():
+    for name, rows in {
+        **files,
+        "merge_states": merges,
+        "accept": accepts,
+        "decode": decodings,
+        "wgmma_trace": trace,
+    }.items():
         write(folder / f"{name}.csv", rows())
     return folder
 
@@ -541,6 +567,50 @@ def test_a_launch_is_shown_as_the_host_and_as_a_graph_make_it(made_up):
     assert found["eager-whole_step,_greedy"][0][0] == 2500
 
 
+def bars(results):
+    """Row, pair and event of each bar of the pipeline: when it begins and ends, in nanoseconds."""
+    with style.drawn(DRAWINGS["wgmma_pipeline"], results, style.LIGHT) as (figure, _):
+        patches = [patch for patch in figure.axes[0].patches if patch.get_gid()]
+        return {
+            tuple(patch.get_gid().split("-")): [
+                round(1e3 * x) for x in (patch.get_x(), patch.get_x() + patch.get_width())
+            ]
+            for patch in patches
+        }
+
+
+def test_bars_of_the_pipeline_go_from_event_to_event(made_up):
+    found = bars(made_up)  # pairs 3, 4 and 5 from the scores of A of pair 3 on
+    assert found["0", "4", "SCORES_A"] == [2400, 3010] and found["0", "4", "PV_B_LEFT_DONE"] == [4140, 4800]
+    assert found["1", "4", "QK_B"] == [2470, 3040] and found["1", "4", "P_A_THERE"] == [3120, 3520]
+    assert found["4", "3", "P_A_THERE"] == [720, 1200] and found["5", "3", "PV_A_RIGHT_DONE"] == [1200, 1790]
+    assert found["1", "2", "PV_B_RIGHT_DONE"] == [0, 70]  # cut where the pairs that are shown begin
+    assert found["0", "5", "PV_B_LEFT_DONE"] == [6540, 7200] and not [key for key in found if key[1] in "67"]
+    assert sorted({int(pair) for _, pair, _ in found}) == [2, 3, 4, 5]
+
+
+def test_a_warpgroup_is_somewhere_at_all_times(made_up):
+    found = bars(made_up)
+    for row in "01":
+        ends = sorted(ends for (of, *_), ends in found.items() if of == row)
+        assert ends[0][0] == 0 and ends[-1][1] == 7200
+        assert all(one[1] == other[0] for one, other in zip(ends, ends[1:], strict=False))
+
+
+def test_the_pipeline_takes_events_that_the_kernel_has_in_their_order():
+    order = {name: (w, n) for w, names in enumerate(clocks.NAMES) for n, name in enumerate(names)}
+    for span in plot_pipeline.SPANS:
+        (begin, first), (end, last) = order[span.begin], order[span.end.removeprefix(plot_pipeline.NEXT)]
+        assert begin == end and (last > first or span.end.startswith(plot_pipeline.NEXT))
+        assert span.row != 1 - begin  # of the other warpgroup
+    assert {span.begin for span in plot_pipeline.SPANS} == set(order)
+
+
+def test_a_pipeline_of_few_pairs_is_not_drawn(tmp_path):
+    write(tmp_path / "wgmma_trace.csv", [row for row in trace() if row["pair"] < 6])
+    assert style.draw_files(plot_pipeline.DRAWINGS, tmp_path, tmp_path / "out") == []
+
+
 # Ours and others
 
 
@@ -775,8 +845,8 @@ def test_the_page_has_every_figure_once_in_the_colours_of_the_reader(text):
 def test_every_row_of_every_file_is_on_the_page(made_up, text):
     page = Page(text)
     paths = list(made_up.glob("*.csv"))
-    assert len(paths) == 7 and {f"rows-{path.stem}" for path in paths} <= set(page.ids)
-    assert page.tags.count("tr") == 8 + 7 + sum(len(tables.read_rows(path)) + 1 for path in paths) - 7
+    assert len(paths) == 8 and {f"rows-{path.stem}" for path in paths} <= set(page.ids)
+    assert page.tags.count("tr") == 1 + len(paths) + sum(len(tables.read_rows(path)) + 1 for path in paths)
     rows = tables.read_rows(made_up / "verify_attention.csv")
     assert {row["microseconds"] for row in rows} <= set(page.cells)
     for path in paths:

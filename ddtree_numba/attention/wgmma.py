@@ -33,6 +33,24 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
+from ddtree_numba.attention.clocks import (
+    EVENTS,
+    MAXIMA_B,
+    P_A_THERE,
+    P_B_THERE,
+    PAIRS,
+    PV_A_LEFT,
+    PV_A_LEFT_DONE,
+    PV_A_RIGHT_DONE,
+    PV_B_LEFT_DONE,
+    PV_B_RIGHT_DONE,
+    QK_B,
+    QK_B_DONE,
+    SCORES_A,
+    WEIGHTS_A,
+    WEIGHTS_B,
+    WORDS,
+)
 from ddtree_numba.attention.schedule import (
     COUNT,
     FIRST,
@@ -61,6 +79,7 @@ from ddtree_numba.device.hopper import (
     exp_tile_in_place,
     factor,
     inverses,
+    keep_clocks,
     keep_map,
     let_follow,
     load_shared,
@@ -250,8 +269,11 @@ def clear_rows(tile, live):
 
 
 @functools.cache
-def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
-    """The kernel for inputs of a kind, "bf16" or "f16", results of one, "f32" too, and masks of words or bools."""
+def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = False) -> Any:
+    """The kernel for inputs of a kind, "bf16" or "f16", results of one, "f32" too, and masks of words or bools.
+
+    clocked : write clocks behind the tensor maps (clocks.py), for profiling/trace_wgmma.py; ``maps`` is longer then.
+    """
 
     def at(base, offsets):
         return [base + offset for offset in offsets]
@@ -347,6 +369,26 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
     scores_a = scores_of(arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
     scores_b = scores_of(arrived, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
     first_scores = scores_of(both_arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
+
+    if clocked:
+
+        @device
+        def clock(maps, n, j, warpgroup, event):
+            """The clocks of now, by one thread of the warpgroup, for the first pairs of a block's first piece.
+
+            Without a branch, since accumulators may be in flight: any bit of ``others`` is a reason not to write.
+            """
+            c = i32(cuda.blockIdx.x)
+            pair = j >> 1
+            others = i32(fresh_thread()) & 127 | pair & -PAIRS | n ^ c
+            place = ((c * 2 + warpgroup) * PAIRS + pair) * EVENTS + event
+            keep_clocks(address(maps) + i64(cuda.gridDim.x) * 512 + i64(place) * (8 * WORDS), others)
+
+    else:
+
+        @device
+        def clock(maps, n, j, warpgroup, event):
+            pass
 
     @device
     def wait_whole(full, parity):
@@ -528,6 +570,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                     if j + 2 >= count:
                         if lane_here() == 0:
                             mbarrier_arrive(bar + QUERY_FREE)
+                    clock(maps, n, j, 0, SCORES_A)
                     # Phase 2: softmax of A, under QK(B)
                     tree = i32(j * 64 - ahead)
                     if tree > -64:
@@ -550,16 +593,20 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         o = scale_tile(o, f)
                         l = rows_times(l, f)
                     l = rows_add(l, tile_sum(x))
+                    clock(maps, n, j, 0, WEIGHTS_A)
                     # Phase 3: PV(A) left from registers
                     if j + 1 < count:
                         named_sync(QK_B_ISSUED, 256)
+                    clock(maps, n, j, 0, PV_A_LEFT)
                     o = pv_a_left(o, p, dv)
                     o = wait_o(o)
+                    clock(maps, n, j, 0, PV_A_LEFT_DONE)
                     if lane_here() == 0:
                         mbarrier_arrive(bar + LEFT_FREE_A)
                     if j + 1 < count:
                         # PV(B) left
                         named_sync(P_B_READY, 256)
+                        clock(maps, n, j, 0, P_B_THERE)
                         rn = pair_at(s0 + REFERENCE_B)
                         rp = rows_max(rp, rn)
                         if cuda.any_sync(ALL, rn[0] != ro[0] or rn[1] != ro[1]):
@@ -578,6 +625,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                             mbarrier_wait(full, u & 1)
                             s = qk0_a(undefined(), dq, dq)
                             o = wait_o_but_one(o)
+                            clock(maps, n, j, 0, PV_B_LEFT_DONE)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                             s = scores_a(s, (full, u & 1), dq)
@@ -588,6 +636,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         else:
                             o = pv_b_left(o, dq, dv)
                             o = wait_o(o)
+                            clock(maps, n, j, 0, PV_B_LEFT_DONE)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                     j = i32(j + 2)
@@ -657,9 +706,11 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
                         mbarrier_wait(full, u & 1)
+                        clock(maps, n, j, 1, QK_B)
                         s = scores_b(qk0_b(undefined(), dq, dq), (full, u & 1), dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
+                        clock(maps, n, j, 1, QK_B_DONE)
                         u = i32(u + 1)
                         if j + 3 >= count:
                             if lane_here() == 0:
@@ -668,8 +719,10 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         if tree > -64:
                             s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
                         m = tile_max(s)
+                        clock(maps, n, j, 1, MAXIMA_B)
                         # Phase 3: PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
                         named_sync(P_A_READY, 256)
+                        clock(maps, n, j, 1, P_A_THERE)
                         rn = pair_at(s0 + REFERENCE_A)
                         rp = rows_max(rp, rn)
                         if cuda.any_sync(ALL, m[0] * scale > rp[0] + SLACK or m[1] * scale > rp[1] + SLACK):
@@ -687,8 +740,10 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         keep_pair(s0 + REFERENCE_B, rp)
                         async_fence()
                         named_arrive(P_B_READY, 256)
+                        clock(maps, n, j, 1, WEIGHTS_B)
                         sums = tile_sum(x)
                         o = wait_o(o)
+                        clock(maps, n, j, 1, PV_A_RIGHT_DONE)
                         if lane_here() == 0:
                             mbarrier_arrive(bar + RIGHT_FREE_A)
                         # PV(B) right from registers
@@ -700,6 +755,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True) -> Any:
                         o = pv_b_right(o, p, dv)
                         l = rows_add(l, sums)
                         o = wait_o(o)
+                        clock(maps, n, j, 1, PV_B_RIGHT_DONE)
                         if lane_here() == 0:
                             mbarrier_arrive(bar + RIGHT_FREE_B)
                     else:

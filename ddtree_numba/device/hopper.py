@@ -28,6 +28,8 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``let_follow()``                            griddepcontrol.launch_dependents: blocks of the next kernel on the stream,
                                             if it is launched to overlap, may start
 ``wait_for_kernel()``                       griddepcontrol.wait: until the kernel ahead has ended and is seen
+``keep_clocks(at, others)``                 %clock64 and %globaltimer (nanoseconds) to global memory where ``others`` is
+                                            0, without a branch
 ``make_wait(n, pending)``                   wgmma.wait_group; takes and returns the accumulators, so that nothing that
                                             reads them moves ahead of it
 ==========================================  ========================================================================
@@ -158,6 +160,11 @@ prefetch = instruction("prefetch.global.L2 [$0];", "l")
 touch = instruction("{\n.reg .b32 x;\nld.global.b8 x, [$1];\nst.shared.b32 [$0], x;\n}", "rl")
 let_follow = instruction("griddepcontrol.launch_dependents;")
 wait_for_kernel = instruction("griddepcontrol.wait;")
+keep_clocks = instruction(
+    "{\n.reg .pred here;\n.reg .b64 cycles, time;\nmov.u64 cycles, %clock64;\nmov.u64 time, %globaltimer;\n"
+    "setp.eq.b32 here, $1, 0;\n@here st.global.v2.b64 [$0], {cycles, time};\n}",
+    "lr",
+)
 
 
 @intrinsic
