@@ -107,6 +107,8 @@ def test_the_rule_of_auto_takes_the_fastest_variant_for_16_bits(planned):
     assert sum("wgmma" in times for times in cases.values()) > 5
     for case, times in cases.items():
         candidates = likely(*map(int, case[:4]), num_splits=None, batch_invariant=False, planned=planned)
+        if not times.keys() & {*candidates}:
+            continue  # flash is not among the shapes of tree verification
         taken = first_of(candidates, times.__contains__)
         assert times[taken] < 1.1 * min(times.values()), (case, times)
 

@@ -135,10 +135,10 @@ PROBS_A, PROBS_B = KEYS_A + ROPE, 3 * TILE  # probabilities of A take the place 
 REFERENCE_A, REFERENCE_B = PROBS_B + BOX, PROBS_B + BOX + 256
 EXCHANGE = REFERENCE_B + 256  # twice: sums of warpgroups 0 and 1, their references, 64 floats each
 BARRIERS = EXCHANGE + 2048
-SHARED_BYTES = BARRIERS + 384
+SHARED_BYTES = BARRIERS + 512  # all that a block may have
 QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
-TOUCHED = 264  # a word that nobody reads
+TOUCHED = 264  # a word for each lane, which nobody reads
 
 # A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane;
 # float16, relative to the largest magnitude of a row's half, at least TINY. Beside it these, and the rows' lse.
@@ -448,7 +448,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     b, row_tile = pieces[n, REQUEST], pieces[n, ROW_TILE]
                     for i in range(2):
                         node = min(over(row_tile * 64 + lane * 2 + i, num_heads), num_nodes - 1)
-                        touch(bar + TOUCHED, address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1])
+                        at = address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1]
+                        touch(bar + TOUCHED + lane * 4, at)
                     n = pieces[n, NEXT]
             if t == PRODUCER and count > 0:
                 u = 0
