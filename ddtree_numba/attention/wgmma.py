@@ -810,8 +810,8 @@ def make_combine(out_kind: str) -> Any:
     """Merge the states of row tiles that are not whole.
 
     A part is 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. A warp asks for four
-    states of a part at once, and with more than four splits as many warps share a part. What can be found without the
-    states is found before the kernel ahead has ended.
+    states of a part at once; where parts are few and states many, two, four or eight warps share a part. What can be
+    found without the states is found before the kernel ahead has ended.
     """
     out_bytes = 4 if out_kind == "f32" else 2
     lane_bytes = 8 if out_kind == "f32" else 16

@@ -169,7 +169,7 @@ keep_clocks = instruction(
 
 @intrinsic
 def load_state(typingctx, at):
-    """Two eights of a state, 512 bytes apart, as float32."""
+    """Two eights of a state, 512 bytes apart, as float32; not ahead of what stands before it."""
 
     def codegen(context, builder, signature, args):
         words, pair = ir.LiteralStructType([I32] * 4), ir.LiteralStructType([F32] * 2)
@@ -177,7 +177,7 @@ def load_state(typingctx, at):
         found = []
         for k in range(2):
             text = f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
-            four = assembly(builder, words, [args[0]], text, "=r,=r,=r,=r,l", False)
+            four = assembly(builder, words, [args[0]], text, "=r,=r,=r,=r,l")
             for i in range(4):
                 two = assembly(builder, pair, [builder.extract_value(four, i)], unpacked, "=f,=f,r", False)
                 found += [builder.extract_value(two, n) for n in (0, 1)]
