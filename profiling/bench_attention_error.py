@@ -7,10 +7,11 @@ bits it is twice the error of casting the exact result. One request, 8 heads, 9 
 - Keys: logits of standard deviation 2 nats, and in float32 also 0.02, where the softmax is all but flat.
 - Logits: `SWEPT_KEYS` keys, spreads from flat to a softmax that picks single keys.
 
-Variants: three_phase (as far as its score row goes), flash, in 16 bits mma, PyTorch's eager attention, the Triton
-kernel of the other benchmark, and, in float32, `naive`: kernels of this script that add up each sum one term after the
-other, as the formula reads. max_ulp is max_abs in units in the last place, which are as large as the spacing of the
-output dtype's numbers at the largest absolute value of the exact out: rounding that result is half a unit at most.
+Variants: three_phase (as far as its score row goes), flash, in 16 bits mma and wgmma, PyTorch's eager attention, the
+Triton kernel of the other benchmark, and, in float32, `naive`: kernels of this script that add up each sum one term
+after the other, as the formula reads. max_ulp is max_abs in units in the last place, which are as large as the spacing
+of the output dtype's numbers at the largest absolute value of the exact out: rounding that result is half a unit at
+most.
 
 Needs PyTorch and nvidia-ml-py.
 """
@@ -47,7 +48,7 @@ SWEPT_STDS = (0.1, 0.5, 1.0, 4.0, 8.0, 16.0, 32.0)
 FEW_STDS = (0.02, 0.5, 8.0)
 HALVES = ("bfloat16", "float16")
 MOST_KEYS = 8192  # of 16 bits: up to here flash takes one set of tiles, and is compiled once
-VARIANTS = ("three_phase", "flash", "mma", "torch_eager", "triton", "naive")
+VARIANTS = ("three_phase", "flash", "mma", "wgmma", "torch_eager", "triton", "naive")
 MANTISSA = {"float32": 23, "float16": 10, "bfloat16": 7}  # bits behind the leading one
 THREADS = 64
 ZERO = np.float32(0.0)
@@ -142,7 +143,7 @@ def error_rows(gpu: Any, num_keys: int, logit_std: float, dtype: str = "float32"
             given = (inputs[name][0] for name in ("q", "kv_cache", "tree_mask"))
             scores = gpu.scores(NUM_NODES, NUM_HEADS, num_keys)
             return partial(naive, *given, sm_scale, scores, results["out"][0], results["lse"][0])
-        way = WAYS[variant, "" if variant == "three_phase" else EVEN]
+        way = WAYS[variant, EVEN if variant in ("flash", "mma") else ""]
         return partial(*unpacked(bound_to(dd.verify_attention, inputs, results, sm_scale, **way)))
 
     for variant in VARIANTS:

@@ -54,6 +54,7 @@ WAYS: dict[tuple[str, str], dict[str, Any]] = {
     ("flash", CHUNKS): {"variant": "flash", "batch_invariant": True},
     ("flash_small", EVEN): {"variant": "flash"},
     ("mma", EVEN): {"variant": "mma"},
+    ("wgmma", ""): {"variant": "wgmma"},
 }
 
 HOPPER = (("wgmma", ""), ("wgmma_planned", ""))
@@ -326,7 +327,9 @@ class Gpu(harness.Gpu):
 
 
 def takes(variant: str, dtype: str) -> bool:
-    """Whether a variant of ours takes a dtype here: mma those of tensor cores, if the GPU has what it needs."""
+    """Whether a variant of ours takes a dtype here: those of tensor cores 16 bits, if the GPU has what they need."""
+    if variant == "wgmma":
+        return takes_wgmma(dtype, 0)
     if variant != "mma":
         return True
     return dtype != "float32" and (KV_LORA_RANK, HEAD_DIM) == (mma.R, mma.D) and bool(mma.fitting_tiles(-1))
@@ -357,7 +360,7 @@ def bounds(gpu: Any, exact: tuple[Any, Any, float], dtype: str, num_keys: int) -
     """What the error of each variant is held to: the derived bound, or twice the error of casting the exact result."""
     if dtype != "float32":
         cast = 2 * gpu.errors((gpu.cast(exact[0], dtype), exact[1]), exact[:2])["rel_frobenius"]
-        return {"three_phase": cast, "flash": cast, "mma": cast}
+        return {"three_phase": cast, "flash": cast, "mma": cast, "wgmma": cast}
     return {
         "three_phase": three_phase.error_bound(exact[2], num_keys, HEAD_DIM),
         "flash": flash.error_bound(exact[2], num_keys, HEAD_DIM),

@@ -178,7 +178,7 @@ def usual(rows: Rows) -> Rows:
 
 def draw_speed(theme: Theme, rows: Rows) -> plt.Figure | None:
     """TFLOP/s: a panel for each dtype, a line for each shape."""
-    shown = ("flash", "mma", "three_phase", "torch_eager")
+    shown = ("flash", "mma", "wgmma_planned", "three_phase", "torch_eager")
     panels: dict[str, dict[str, dict[str, float]]] = {"float32": {}, "bfloat16": {}}
     for row in usual(rows):
         if row["case"] == "logit std 2" and row["variant"] in shown and row["dtype"] in panels:
