@@ -69,7 +69,7 @@ MAX_REGISTERS = {
     "mma_medium": 208,
     "mma_small": 128,
     "wgmma": 168,
-    "wgmma_plan": 80,
+    "wgmma_plan": 96,  # of one block on the whole GPU
     "wgmma_combine": 128,
     "wgmma_copy": 40,
     "merge_states": 72,

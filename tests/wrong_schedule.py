@@ -43,9 +43,9 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "idle_blocks_not_told": (
         ("        pieces[c, COUNT] = 0\n        pieces[c, NEXT] = -1\n    while", "        pass\n    while"),
     ),
-    "states_of_two_threads_in_one_place": (("    place -= mine\n    for m", "    place = 0\n    for m"),),
+    "states_of_two_threads_in_one_place": (("mine if lane == 0 else 0) - mine", "mine if lane == 0 else 0) * 0"),),
     "states_of_two_items_in_one_place": (
-        ("row_tiles, blocks)\n        place += num", "row_tiles, blocks)\n        place += 0"),
+        ("            items[m, STATES] = place\n        place += num", "            items[m, STATES] = place"),
     ),
     "one_lane_lists_all_states": (("for i in range(lane, num, lanes):", "for i in range(lane, num, num):"),),
     "no_barrier_ahead_of_the_lists": (

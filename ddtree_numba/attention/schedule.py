@@ -125,8 +125,8 @@ def slots(row_tiles, blocks):
 # the slots of their states, those of one item behind those of the other, in the order of keys.
 RUN, LENGTH, SHARE, CUT, ITEMS, SPLITS, HEADER = 0, 1, 2, 3, 4, 5, 8
 REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
-STATES, NUM, LISTED, ITEM_FIELDS = 2, 3, 4, 8  # of an item: where its states are listed, and how many
-BEGIN, END = STATES, NUM  # before they are listed: its run on the line
+STATES, NUM, LISTED = 2, 3, 4  # of an item beside request and row tile: where its states are listed, and how many
+BEGIN, END, ITEM_FIELDS = 5, 6, 8  # its run on the line
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 LINE = 8 if runtime.SIMULATOR else 1024  # requests, and one, whose beginnings are near; those of more are in the plan
 
@@ -387,23 +387,18 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces,
     lane = t - over(t, lanes) * lanes
     mine = 0
     for m in range(low, high):
-        mine += _states_of(plan, items, m, row_tiles)
-    place = _scan(sums, t, mine if lane == 0 else 0)
-    place -= mine
-    for m in range(low, high):
         num = _states_of(plan, items, m, row_tiles)
-        row_tile, begin, end = items[m, ROW_TILE], items[m, BEGIN], items[m, END]
+        mine += num
+        if lane == 0:
+            items[m, NUM] = num
+    place = _scan(sums, t, mine if lane == 0 else 0) - mine
+    for m in range(low, high):
+        num, row_tile, begin, end = items[m, NUM], items[m, ROW_TILE], items[m, BEGIN], items[m, END]
         for i in range(lane, num, lanes):
             items[place + i, LISTED] = _slot_at(plan, i, row_tile, begin, end, row_tiles, blocks)
-        place += num
-    cuda.syncthreads()
-    if lane == 0:
-        place -= mine
-        for m in range(low, high):
-            num = _states_of(plan, items, m, row_tiles)
+        if lane == 0:
             items[m, STATES] = place
-            items[m, NUM] = num
-            place += num
+        place += num
 
 
 def most_pieces(batch, row_tiles, blocks):
