@@ -657,7 +657,7 @@ def mirror(
 ):
     """`plan_blocks`, `wgmma` and `combine` in NumPy: the same pieces, references and roundings.
 
-    Its sums of products are in the order of ptx.py's twins, and the states of a row tile are merged two by two from
+    Its sums of products are in the order of ptx.py's twins, and the states of a row tile are merged four by four from
     the first on: a GPU adds in orders of its own.
     """
     _, num_nodes, num_heads, _ = q_nope.shape
@@ -734,12 +734,12 @@ def kept(values):
 def merged(states):
     """Of the states of one row tile: their mean by weights exp(lse), and its lse."""
     m, l, x = LOWEST, ZERO, ZERO
-    for first in range(0, len(states), 2):
-        two = states[first : first + 2]
-        most = functools.reduce(np.maximum, [e for _, e in two], m)
+    for first in range(0, len(states), 4):
+        some = states[first : first + 4]
+        most = functools.reduce(np.maximum, [e for _, e in some], m)
         scale = np.exp(m - most)
         m, l, x = most, l * scale, x * np.asarray(scale)[..., None]
-        for values, e in two:
+        for values, e in some:
             weight = np.exp(e - most)
             l, x = l + weight, x + weight[:, None] * values
     nothing = l == ZERO

@@ -251,15 +251,9 @@ def _config(made: Launch, stream: int) -> Any:
     return config
 
 
-def _launch(
-    kernel: Any,
-    blocks: tuple[int, int, int],
-    threads: int,
-    args: tuple[Any, ...],
-    shared_bytes: int,
-    overlap: bool = False,
-) -> Launch:
-    made = prepare(kernel, blocks, threads, args, shared_bytes, overlap)
+def _launch(*what: Any) -> Launch:
+    """`prepare`, and `start` on the caller's current stream."""
+    made = prepare(*what)
     start(made, caller_stream(made.kind, made.device))
     return made
 
