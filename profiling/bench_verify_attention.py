@@ -431,11 +431,13 @@ def takes_wgmma(dtype: str, page_size: int) -> bool:
 
 
 def of_wgmma(gpu: Any, inputs: dict[str, Any], results: Any, sm_scale: float, planned: bool) -> peers.Peer:
-    """A call of wgmma, with a plan that is made here, or without one."""
+    """A call of wgmma, with a plan that is made here, from lengths that the host has, too, or without one."""
     _, num_nodes, num_heads, _ = inputs["q"].shape
     lengths, plan = inputs["cache_seqlens"], None
     if planned:
-        plan = dd.plan_attention(lengths, num_nodes=num_nodes, num_heads=num_heads, max_seqlen=int(max(lengths)))
+        known = np.array(lengths.tolist(), np.int32)
+        sizes = {"num_nodes": num_nodes, "num_heads": num_heads, "max_seqlen": int(known.max())}
+        plan = dd.plan_attention(lengths, **sizes, host_lengths=known)
     return of_ours(gpu, inputs, results, sm_scale, variant="wgmma", plan=plan)
 
 

@@ -1631,6 +1631,22 @@ def plan_attention() -> Operator:
         refused(
             "num_heads", "2**31", set_to("num_heads", 2**31), ValueError, "^variant 'wgmma' counts up to .* for B = 3"
         ),
+        refused("host_lengths", "a list", set_to("host_lengths", [300, 0, 64]), TypeError, "^host_lengths is a builtins.list"),
+        refused(
+            "host_lengths",
+            "int64",
+            set_to("host_lengths", np.array([300, 0, 64])),
+            TypeError,
+            "^host_lengths has dtype int64; it must be int32",
+        ),
+        refused(
+            "host_lengths",
+            "of 2 requests",
+            set_to("host_lengths", np.array([300, 0], np.int32)),
+            ValueError,
+            r"^host_lengths has shape \[2\]; it must be \[B\] = \[3\]",
+        ),
+        gives("host_lengths", "not those of cache_seqlens", set_to("host_lengths", np.zeros(3, np.int32)), "the same"),
         gives("cache_seqlens", "-1", content("cache_seqlens", 0, -1), "as 0"),
         gives("cache_seqlens", "max_seqlen + 1", content("cache_seqlens", 0, 401), "as max_seqlen"),
     ]

@@ -547,7 +547,7 @@ def check_gather(before: Arguments, found: Any, after: Arguments) -> None:
 
 
 def check_plan(before: Arguments, found: Any, after: Arguments) -> None:
-    lengths, num_nodes, num_heads, most = before.values()
+    lengths, num_nodes, num_heads, most, *_ = before.values()
     assert (found.batch, found.num_nodes, found.num_heads, found.max_seqlen) == (
         len(lengths),
         num_nodes,
@@ -556,7 +556,8 @@ def check_plan(before: Arguments, found: Any, after: Arguments) -> None:
     )
     if found.batch == 0:
         return
-    exact = schedule.mirror(lengths, num_nodes, most, -(-num_nodes * num_heads // 64), found.blocks)
+    row_tiles = -(-num_nodes * num_heads // 64)
+    exact = schedule.mirror(lengths, num_nodes, most, row_tiles, found.blocks, not found.merges)
     pieces = found.pieces.to_host()
     for c, wanted in enumerate(exact):
         n, taken = c, []

@@ -15,7 +15,6 @@ from wrong_schedule import MISTAKES, build
 from ddtree_numba.attention import schedule
 from ddtree_numba.attention.schedule import (
     COUNT,
-    HEADER,
     ITEM_FIELDS,
     ITEMS,
     LISTED,
@@ -25,7 +24,7 @@ from ddtree_numba.attention.schedule import (
     PIECE_FIELDS,
     REQUEST,
     ROW_TILE,
-    RUN,
+    SINGLE,
     SPLITS,
     STATES,
 )
@@ -40,7 +39,10 @@ SPOILED = -7
 
 
 class Sizes(dict):
-    """lengths, num_nodes, max_seqlen, row_tiles, blocks: the first arguments of kernel and mirror."""
+    """lengths, num_nodes, max_seqlen, row_tiles, blocks, whole: the first arguments of kernel and mirror."""
+
+    def __init__(self, whole: bool = False, **given: Any) -> None:
+        super().__init__(**given, whole=whole)
 
     @property
     def tiles(self) -> np.ndarray:
@@ -49,15 +51,14 @@ class Sizes(dict):
 
 
 def drawn(seed: int) -> Sizes:
-    """Sizes of all kinds; of one in three so few row tiles that they may be cut into even runs."""
+    """Sizes of all kinds; of one in three so few row tiles that each piece may have a block, of some of them whole."""
     rng = np.random.default_rng(seed)
     batch, blocks = int(rng.integers(1, 12)), int(rng.integers(1, 20))
     row_tiles = int(rng.integers(1, 12)) if seed % 3 else max(1, blocks // batch)
     most = int(rng.choice([0, 60, 700, 3000]))
     lengths = rng.integers(-5, most + 20, batch).astype(np.int32)
-    return Sizes(
-        lengths=lengths, num_nodes=int(rng.integers(1, 70)), max_seqlen=most, row_tiles=row_tiles, blocks=blocks
-    )
+    num_nodes, whole = int(rng.integers(1, 70)), seed % 5 == 0
+    return Sizes(whole, lengths=lengths, num_nodes=num_nodes, max_seqlen=most, row_tiles=row_tiles, blocks=blocks)
 
 
 def sizes_of(tiles: tuple[int, ...], row_tiles: int, blocks: int) -> Sizes:
@@ -66,7 +67,7 @@ def sizes_of(tiles: tuple[int, ...], row_tiles: int, blocks: int) -> Sizes:
     return Sizes(lengths=lengths, num_nodes=1, max_seqlen=2**20, row_tiles=row_tiles, blocks=blocks)
 
 
-# Even runs of 18 tiles would do but for the merging of two of them: shares are of 14.
+# Single pieces of 18 tiles would do but for the merging of two of them.
 BETWEEN = sizes_of((36, 18), 1, 4)
 
 
@@ -74,12 +75,12 @@ def planned(sizes: Sizes, module: ModuleType = schedule) -> dict[str, np.ndarray
     """What the kernel writes; the rest is spoiled."""
     batch, row_tiles, blocks = len(sizes["lengths"]), sizes["row_tiles"], sizes["blocks"]
     shapes: dict[str, Any] = {
-        "plan": HEADER + batch + 1,
+        "plan": schedule.plan_words(batch, blocks),
         "pieces": (schedule.most_pieces(batch, row_tiles, blocks), PIECE_FIELDS),
         "items": (schedule.slots(row_tiles, blocks), ITEM_FIELDS),
     }
     found = {name: np.full(shape, SPOILED, np.int32) for name, shape in shapes.items()}
-    numbers = [np.int32(sizes[name]) for name in ("num_nodes", "max_seqlen", "row_tiles", "blocks")]
+    numbers = [np.int32(x) for x in list(sizes.values())[1:]]
     args = (view("lengths", sizes["lengths"]), *numbers, *(view(name, x) for name, x in found.items()))
     launch.launch(module.plan_blocks, (1, 1, 1), module.THREADS, args, results=3, shared_bytes=0)
     return found
@@ -117,12 +118,22 @@ def check_pieces(chains: list[list[Piece]], sizes: Sizes) -> None:
         assert (piece[4] >= 0) == (parts[piece[0], piece[1]] > 1), "FAIL: whole and with a slot, or split and without"
 
 
-def check_shares(chains: list[list[Piece]], sizes: Sizes, run: int) -> None:
-    """No block has more than its share, or than a run."""
-    share = -(-int(sizes.tiles.sum()) * sizes["row_tiles"] // sizes["blocks"])
-    assert max(sum(piece[3] for piece in chain) for chain in chains) <= (run or share), "FAIL: too much for a block"
-    if run:
-        assert max(map(len, chains)) == 1
+def check_costs(chains: list[list[Piece]], sizes: Sizes, single: bool) -> None:
+    """No block has much more than its share; in a plan of single pieces none has more than one, and none is longer than
+    must be. Nothing is cut that must be whole."""
+    row_tiles, blocks = sizes["row_tiles"], sizes["blocks"]
+    pairs, teams = -(-sizes.tiles // 2), blocks // row_tiles
+    if sizes["whole"] and len(pairs) <= teams:
+        assert all(piece[4] < 0 for chain in chains for piece in chain), "FAIL: cut, and must be whole"
+    elif single:
+        longest = max(-(-piece[3] // 2) for chain in chains for piece in chain)
+        assert max(map(len, chains)) == 1, "FAIL: a block has several pieces"
+        assert longest == 1 or (-(-pairs // (longest - 1))).sum() > teams, "FAIL: shorter pieces would do"
+    else:
+        total = int((schedule.PIECE + schedule.PAIR * pairs).sum())
+        share = total / teams if teams else total * row_tiles / blocks
+        costs = [sum(schedule.PIECE + schedule.PAIR * -(-piece[3] // 2) for piece in chain) for chain in chains]
+        assert max(costs) <= share + schedule.SLACK + 1, "FAIL: too much for a block"
 
 
 def check_for_combine(found: dict[str, np.ndarray], chains: list[list[Piece]], sizes: Sizes) -> None:
@@ -145,20 +156,20 @@ def check_for_combine(found: dict[str, np.ndarray], chains: list[list[Piece]], s
 
 
 def check(sizes: Sizes, module: ModuleType = schedule) -> bool:
-    """Raise AssertionError unless the kernel's plan is the mirror's and keeps all; returns whether runs are even."""
+    """Raise AssertionError unless the kernel's plan is the mirror's and keeps all; whether its pieces are single."""
     found = planned(sizes, module)
     chains = pieces_of(found, sizes["blocks"])
     check_pieces(chains, sizes)
-    check_shares(chains, sizes, int(found["plan"][RUN]))
+    check_costs(chains, sizes, bool(found["plan"][SINGLE]))
     check_for_combine(found, chains, sizes)
     assert chains == schedule.mirror(*sizes.values()), "FAIL: other pieces than the mirror's"
-    return bool(found["plan"][RUN])
+    return bool(found["plan"][SINGLE])
 
 
 def test_plans_of_all_kinds_of_sizes():
-    even = [check(drawn(seed)) for seed in range(60)]
-    assert 10 < sum(even) < 50, "both ways of cutting must have been tried"
-    assert not check(BETWEEN) and check(sizes_of((28, 14), 1, 4))
+    single = [check(drawn(seed)) for seed in range(60)]
+    assert 10 < sum(single) < 50, "both ways of cutting must have been tried"
+    assert not check(BETWEEN) and check(sizes_of((36, 18), 1, 5))
 
 
 @pytest.mark.parametrize("lengths", [(0,), (63,), (64,), (100000,), (0, 0, 0), (5000, 0, 0, 1)], ids=str)
@@ -208,3 +219,18 @@ def test_kernels_with_a_mistake_fail(mistake):
         for seed in range(60):
             check(drawn(seed), module)
         check(BETWEEN, module)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_lengths_on_the_host_say_whether_row_tiles_may_stay_whole(seed):
+    """A plan that cuts none costs little more than another, where they say so."""
+    sizes = drawn(seed)
+    given = [sizes[name] for name in ("lengths", "num_nodes", "max_seqlen", "row_tiles", "blocks")]
+
+    def cost(whole: bool) -> int:
+        chains = schedule.mirror(*given, whole)
+        merging = schedule.MERGE * any(piece[4] >= 0 for chain in chains for piece in chain)
+        return max(sum(schedule.PIECE + schedule.PAIR * -(-p[3] // 2) for p in chain) for chain in chains) + merging
+
+    if schedule.is_whole(*given):
+        assert cost(True) <= cost(False) + schedule.PIECE

@@ -33,9 +33,9 @@ pytestmark = pytest.mark.skipif(not SIMULATOR, reason="what needs no GPU")
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL: dict[str, Any] = {"R": 512, "P": 64}
-# Of float32 results, relative to their norm: one rounding of a weight, since sums are of weights before it. 1.2e-3 and
-# 1.5e-4 were the most seen.
-BOUNDS = {"bfloat16": 2.0**-9, "uint16": 2.0**-9, "float16": 2.0**-12}
+# Of float32 results, relative to their norm: one rounding of a weight, since sums are of weights before it, and one of
+# a state. 1.2e-3 and 2.5e-4 were the most seen.
+BOUNDS = {"bfloat16": 2.0**-9, "uint16": 2.0**-9, "float16": 3.0e-4}
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 
 
@@ -287,7 +287,7 @@ def test_the_workspace_holds_what_the_kernels_index():
     assert shapes["beside"] == Part("beside", (2 * 132 + 1, 3, 64), "float32")
     assert shapes["items"].shape == (2 * 132 + 1, 8), "a row lists a state, of which there are as many as slots"
     assert shapes["maps"].shape == (132 * 64,)
-    assert shapes["plan"].shape == (8 + 40 + 1,) and shapes["pieces"].shape == (40 + 2 * 132 + 1, 8)
+    assert shapes["plan"].shape == (8 + 3 * 132 + 40,) and shapes["pieces"].shape == (40 + 2 * 132 + 1, 8)
 
 
 def test_workspace_bytes_are_those_of_the_parts(monkeypatch):

@@ -409,6 +409,26 @@ def test_a_plan_of_the_longest_prefixes_clamps_the_lengths():
     assert_same_bits(attend(**given, plan=plan), expected)
 
 
+@pytest.mark.parametrize("given_lengths", ["the same", "others"])
+def test_a_plan_that_cuts_no_row_tile_by_lengths_on_the_host(given_lengths):
+    """Nothing is merged, and results are right even where the host's lengths are not those of the device."""
+    prefixes = (130,) * 66
+    found = prefixes if given_lengths == "the same" else tuple(range(0, 660, 10))
+    inputs = make_inputs(case("whole", found, Q=9, H=8))
+    given = on_device(inputs, "torch")
+    most = inputs["kv_cache"].shape[1] - 9
+    known = np.array(prefixes, np.int32)
+    plan = dd.plan_attention(given["cache_seqlens"], num_nodes=9, num_heads=8, max_seqlen=most, host_lengths=known)
+    assert not plan.merges, "this GPU has other multiprocessors than the sizes are for"
+    check_against_oracle(tuple(map(to_host, attend(**given, plan=plan))), inputs)
+
+
+def test_lengths_on_the_host_must_be_there():
+    lengths = to_torch(np.zeros(2, np.int32))
+    with pytest.raises(ValueError, match="^host_lengths is on GPU 0; it must be in the host's memory"):
+        dd.plan_attention(lengths, num_nodes=3, num_heads=8, max_seqlen=9, host_lengths=lengths)
+
+
 def test_wrong_plans_are_refused():
     given = on_device(make_inputs(case("refused", (100, 200), Q=5, H=8)), "torch")
     lengths = given["cache_seqlens"]

@@ -16,45 +16,59 @@ MIRROR = "def mirror("  # ends the device code
 Change = tuple[str, str]
 
 MISTAKES: dict[str, tuple[Change, ...]] = {
-    "lengths_not_clamped": (("return (min(max(length, 0), max_seqlen) + num_nodes", "return (length + num_nodes"),),
-    "prefixes_not_clamped": (("return min(max(lengths[b], 0), max_seqlen)", "return lengths[b]"),),
-    "nodes_not_counted": (("max_seqlen) + num_nodes + 63) >> 6", "max_seqlen) + 63) >> 6"),),
-    "tiles_rounded_down": (("num_nodes + 63) >> 6", "num_nodes) >> 6"),),
-    "shares_rounded_down": (
-        ("return over(length * row_tiles + blocks - 1, blocks)", "return over(length * row_tiles, blocks)"),
+    "lengths_not_clamped": (("(_clamped(lengths, b, max_seqlen) + num_nodes + 63)", "(lengths[b] + num_nodes + 63)"),),
+    "prefixes_not_clamped": (
+        ("pieces[row, PREFIX] = _clamped(lengths, b, max_seqlen)", "pieces[row, PREFIX] = lengths[b]"),
     ),
-    "no_teams": (("return min(over(blocks, row_tiles), over(length, share)) * share", "return 0"),),
+    "nodes_not_counted": (("+ num_nodes + 63) >> 6", "+ 63) >> 6"),),
+    "tiles_rounded_down": (("num_nodes + 63) >> 6", "num_nodes) >> 6"),),
+    "pairs_rounded_down": (("max_seqlen) + 1) >> 1", "max_seqlen)) >> 1"),),
+    "no_teams": (("    stop = teams\n    full", "    teams = 0\n    stop = teams\n    full"),),
     "scan_of_neighbours_alone": (("        step *= 2\n    return sums[t]", "        step *= 4\n    return sums[t]"),),
     "scan_without_the_first": (("if t >= step else 0", "if t > step else 0"),),
-    "even_runs_never": (("if batch * row_tiles <= blocks:", "if batch * row_tiles <= 0:"),),
-    "even_runs_always": (("if even <= share * TILE", "if 0 <= share * TILE"),),
-    "merging_costs_nothing": (("            even += MERGE\n", "            even += 0\n"),),
+    "single_pieces_never": (("may_be_single = batch <= teams", "may_be_single = batch < 0"),),
+    "single_pieces_whatever_they_cost": (("(whole or single_high", "(True or single_high"),),
+    "merging_costs_nothing": (("merging = MERGE if single_high < PIECE", "merging = 0 if single_high < PIECE"),),
+    "whole_or_not": (("    elif whole:\n", "    elif whole < 0:\n"),),
     "longest_of_the_first_thread": (("sums[t] = max(sums[t], sums[t + step])", "sums[t] = sums[t]"),),
-    "second_slot_is_the_first": (("    return block * 2 + 1\n", "    return block * 2\n"),),
-    "no_slot_behind_the_teams": (("    if at == cut and at > begin:", "    if at < 0 and at > begin:"),),
-    "whole_row_tiles_leave_states": (("split = at > begin or last < end", "split = True"),),
-    "pieces_begin_where_they_lie_on_the_line": (
-        ("row_tile, at - begin, last - at, slot", "row_tile, at, last - at, slot"),
+    "a_cap_too_small": (("take_single else high, take_single", "take_single else high - 1, take_single"),),
+    "a_cap_too_large": (("take_single else high, take_single", "take_single else high + 1, take_single"),),
+    "pieces_cost_nothing": (("over(max(room - PIECE, 0), PAIR)", "over(max(room, 0), PAIR)"),),
+    "short_pieces_begun": (("take < left and take < LEAST:", "take < left and take < 1:"),),
+    "passed_one_too_many": (("over(left - 1, full)", "over(left - 1, full) + 1"),),
+    "the_cut_is_the_end": (
+        ("cut_request, cut_left, row_tile = b, left, types", "cut_request, cut_left, row_tile = b, 0, types"),
     ),
-    "chain_ends_early": (("if count + last - at < stop else -1", "if count + last - at < stop - 1 else -1"),),
-    "second_pieces_of_two_blocks_in_one_row": (("n = blocks + _scan(sums, t, more) - more", "n = blocks"),),
-    "items_of_two_threads_in_one_row": (("m = _scan(sums, t, num_items) - num_items", "m = 0"),),
-    "items_not_counted": (("plan[ITEMS] = m + num_items", "plan[ITEMS] = 0"),),
-    "idle_blocks_not_told": (
-        ("        pieces[c, COUNT] = 0\n        pieces[c, NEXT] = -1\n    while", "        pass\n    while"),
+    "second_slot_is_the_first": (("slot = 2 * c + 1\n", "slot = 2 * c\n"),),
+    "no_slot_behind_the_teams": (
+        ("elif p > 0 and b == begins[CUT_REQUEST]", "elif p < 0 and b == begins[CUT_REQUEST]"),
     ),
-    "states_of_two_threads_in_one_place": (("mine if lane == 0 else 0) - mine", "mine if lane == 0 else 0) * 0"),),
-    "states_of_two_items_in_one_place": (
-        ("            items[m, STATES] = place\n        place += num", "            items[m, STATES] = place"),
+    "whole_row_tiles_leave_states": (("if p > 0 or until < pairs[b]:", "if True:"),),
+    "pieces_of_pairs": (("pieces[row, FIRST] = 2 * p", "pieces[row, FIRST] = p"),),
+    "last_tile_twice": (("min(2 * until, tiles) - 2 * p", "2 * until - 2 * p"),),
+    "chain_ends_early": (("pieces[row, NEXT] = found[0]", "pieces[row, NEXT] = -1"),),
+    "second_pieces_of_two_blocks_in_one_row": (("    found[0] += blocks\n", "    found[0] = blocks\n"),),
+    "items_of_two_threads_in_one_row": (
+        (
+            "found[k] = _scan(sums, t, counted) - counted",
+            "found[k] = _scan(sums, t, counted) - counted if k != 1 else 0",
+        ),
     ),
-    "one_lane_lists_all_states": (("for i in range(lane, num, lanes):", "for i in range(lane, num, num):"),),
-    "no_barrier_ahead_of_the_lists": (
-        ("            num_items += new_items\n    cuda.syncthreads()\n", "            num_items += new_items\n"),
+    "states_of_two_threads_in_one_place": (
+        (
+            "found[k] = _scan(sums, t, counted) - counted",
+            "found[k] = _scan(sums, t, counted) - counted if k < 2 else 0",
+        ),
     ),
-    "too_few_splits": (("over(longest - 1, share) + 3", "1"),),
-    "no_barrier_ahead_of_the_requests": (
-        ("        starts[batch] = length\n    cuda.syncthreads()\n", "        starts[batch] = length\n"),
+    "states_of_two_items_in_one_place": (("found[2] += num\n", "found[2] += 0\n"),),
+    "items_not_counted": (("begins[ITEMS] = sums[t]", "begins[ITEMS] = 0"),),
+    "idle_blocks_not_told": (("        pieces[c, COUNT] = 0\n        pieces[c, NEXT] = -1\n", "        pass\n"),),
+    "states_of_the_teams_alone": (("if begins[CUT_REQUEST] != b or begins[CUT_PAIR] == 0:", "if True:"),),
+    "a_block_that_begins_at_the_cut_forgotten": (
+        ("if c == begins[USED] or begins[HEADER + 3 * c + 2] != begins[CUT_PAIR]:", "if True:"),
     ),
+    "begun_in_any_row_tile": (("(begins[at] == row_tile) & ", ""),),
+    "too_few_splits": (("begins[SPLITS] = splits", "begins[SPLITS] = 1"),),
 }
 
 

@@ -1,23 +1,25 @@
 """Which block of the wgmma variant takes which key tiles, from lengths that only the device knows.
 
-Work is a rectangle for each request: its row tiles (64 rows of nodes and heads) by its key tiles (64 keys). A *piece*
-is a row tile and a run of key tiles of one request; a block takes its pieces one after the other. A row tile whose keys
-are one piece is *whole*: its block writes results. The pieces of the others leave states, in slots, that `combine`
-merges.
+Work is a rectangle for each request: its row tiles (64 rows of nodes and heads) by its key tiles (64 keys), which
+blocks take in pairs. A *piece* is a row tile and a run of pairs of one request; a block takes its pieces one after the
+other. A row tile whose keys are one piece is *whole*: its block writes results. The pieces of the others leave states,
+in slots, that `combine` merges.
 
-The key tiles of all requests stand one behind the other on a line of ``length`` tiles; each of the R row tiles has such
-a line. The G blocks take equal shares of the R lines, of ``share`` tiles each:
+The pairs of all requests stand one behind the other on a line; each of the R row tiles has such a line. A block may
+take so many pieces and pairs as cost no more than the *cap*, the same for all. First come teams of R blocks, which take
+the same run of the R lines, so that a key comes from memory once and from L2 R - 1 times; then the blocks that are
+left, line by line behind the place that the teams have reached, the *cut*:
 
 ::
 
-    row tile 0  | block 0   | block 3   | block 6 .. |      R = 3 lines, G = 8 blocks: two teams of three blocks, which
-    row tile 1  | block 1   | block 4   | .. 6, 7 .. |      take the same share of the three lines, so that a key comes
-    row tile 2  | block 2   | block 5   | .. 7       |      from memory once and from L2 R - 1 times; what is left
-                0           share       cut      length     behind the teams is counted line by line
+    row tile 0  | block 0   | block 3   | block 6 .. |      R = 3 lines, 8 blocks: two teams of three,
+    row tile 1  | block 1   | block 4   | .. 6, 7 .. |      and two blocks for what the teams leave
+    row tile 2  | block 2   | block 5   | .. 7       |
+                                        cut
 
-Where all row tiles together are no more than blocks, requests may be cut into even runs instead, each for a block of
-its own: no block then begins a second piece. The cheaper one by `TILE`, `PIECE` and `MERGE` is taken. All follows from
-the lengths alone, so the same lengths give the same pieces, and the same bits.
+The smallest cap that covers all work is taken. Where there are teams for all requests, no block need begin a second
+piece: these *single* pieces are another plan, and the one that costs less is taken. All follows from the lengths alone,
+so the same lengths give the same pieces, and the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from numba.cuda import types
 from ddtree_numba.device import runtime
 
 TILE_KEYS = 64
-TILE, PIECE, MERGE = 1450, 4500, 4000  # nanoseconds on an H200: a key tile, a piece beside its tiles, merging
+PAIR, PIECE, MERGE = 2, 3, 3  # costs, 1.5 us each on an H200: a pair, a piece beside its pairs, merging
+LEAST = 2  # pairs, of a piece behind others that the cap cuts short
+SLACK = PIECE + (PIECE + LEAST * PAIR)  # more than a block that is not the last one leaves of its cap
 
 _device = cuda.jit(device=True, inline="always")
 
@@ -41,78 +45,14 @@ def over(a, b):
 
 
 @_device
-def key_tiles(length, num_nodes, max_seqlen):
+def _clamped(lengths, b, max_seqlen):
+    return min(max(lengths[b], 0), max_seqlen)
+
+
+@_device
+def key_tiles(lengths, b, num_nodes, max_seqlen):
     """Key tiles of a request: those of its prefix, clamped, and of its nodes' rows."""
-    return (min(max(length, 0), max_seqlen) + num_nodes + 63) >> 6
-
-
-@_device
-def share_of(length, row_tiles, blocks):
-    """Tiles of a block."""
-    return over(length * row_tiles + blocks - 1, blocks)
-
-
-@_device
-def cut_of(length, share, row_tiles, blocks):
-    """Where the teams' part of the line ends."""
-    return min(over(blocks, row_tiles), over(length, share)) * share
-
-
-@_device
-def count_of(row_tile, at, length, share, cut, row_tiles):
-    """The number of a place, row tile and position on the line, in the order in which blocks take shares."""
-    if at < cut:
-        team = over(at, share)
-        return (team * (row_tiles - 1) + row_tile) * share + at
-    return cut * row_tiles + row_tile * (length - cut) + at - cut
-
-
-@_device
-def slot_of(count, at, begin, share, cut, row_tile, blocks):
-    """Where the piece leaves its state that begins at a place of this number; no two of a problem have the same one.
-
-    A block has one piece that begins its share, and one that is cut by the share's end. Pieces that begin where the
-    teams' part ends are one for each row tile.
-    """
-    block = over(count, share)
-    if count == block * share:
-        return block * 2
-    if at == cut and at > begin:
-        return blocks * 2 + row_tile
-    return block * 2 + 1
-
-
-@_device
-def in_teams(begin, end, share, cut):
-    """How many pieces a request's run has behind its first up to, and with, the one that begins at the cut."""
-    if begin >= cut:
-        return 0
-    found = over(min(end, cut) - 1, share) - over(begin, share)
-    return found + 1 if end > cut else found
-
-
-@_device
-def pieces_of(row_tile, begin, end, length, share, cut, row_tiles):
-    """How many pieces the run of a request on a row tile's line is cut into."""
-    found = 1 + in_teams(begin, end, share, cut)
-    if end > cut:
-        at = max(begin, cut)
-        count = count_of(row_tile, at, length, share, cut, row_tiles)
-        found += over(count + end - at - 1, share) - over(count, share)
-    return found
-
-
-@_device
-def start_of(i, row_tile, begin, end, length, share, cut, row_tiles):
-    """Where on the line piece i of it begins."""
-    if i == 0:
-        return begin
-    teams = in_teams(begin, end, share, cut)
-    if i <= teams:
-        return (over(begin, share) + i) * share
-    at = max(begin, cut)
-    count = count_of(row_tile, at, length, share, cut, row_tiles)
-    return at + (i - teams + over(count, share)) * share - count
+    return (_clamped(lengths, b, max_seqlen) + num_nodes + 63) >> 6
 
 
 def slots(row_tiles, blocks):
@@ -120,15 +60,27 @@ def slots(row_tiles, blocks):
     return 2 * blocks + (row_tiles if row_tiles <= blocks else 0)
 
 
-# The plan: a header, then where each request begins on the line. Pieces: one row for each block's first one, then the
-# others; NEXT is the row of the next one, -1 behind the last. Items: row tiles that are split; column LISTED has
-# the slots of their states, those of one item behind those of the other, in the order of keys.
-RUN, LENGTH, SHARE, CUT, ITEMS, SPLITS, HEADER = 0, 1, 2, 3, 4, 5, 8
+# The plan: a header; where blocks are many, the places where teams begin, then those where the other blocks do, by
+# their number, three words each; where requests are many, the pairs of each. Else these two are in shared memory.
+# Pieces: one row for each block's first one, then the others; NEXT is the row of the next one, -1 behind the last.
+# Items: row tiles that are split; column LISTED has the slots of their states, those of one item behind those of the
+# other, in the order of keys.
+SINGLE, TEAMS, USED, CUT_REQUEST, CUT_PAIR, ITEMS, SPLITS, HEADER = 0, 1, 2, 3, 4, 5, 6, 8
 REQUEST, ROW_TILE, FIRST, COUNT, SLOT, PREFIX, NEXT, ORDER, PIECE_FIELDS = 0, 1, 2, 3, 4, 5, 6, 7, 8
-STATES, NUM, LISTED = 2, 3, 4  # of an item beside request and row tile: where its states are listed, and how many
-BEGIN, END, ITEM_FIELDS = 5, 6, 8  # its run on the line
+STATES, NUM, LISTED, ITEM_FIELDS = 2, 3, 4, 8  # of an item beside request and row tile
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
-LINE = 8 if runtime.SIMULATOR else 1024  # requests, and one, whose beginnings are near; those of more are in the plan
+CAPS = THREADS // 2  # tried at once, of plans of single pieces and of others
+NEAR_REQUESTS, NEAR_BLOCKS = (8, 8) if runtime.SIMULATOR else (1024, 256)  # of more, what is known is in the plan
+NEAR_WORDS = HEADER + 3 * NEAR_BLOCKS
+
+
+def plan_words(batch, blocks):
+    return HEADER + 3 * blocks + batch
+
+
+def most_pieces(batch, row_tiles, blocks):
+    """Rows of the array of pieces: each begins a request's row tile, a block's work or a row tile behind the teams."""
+    return batch * row_tiles + 2 * blocks + row_tiles
 
 
 @_device
@@ -163,294 +115,336 @@ def _largest(sums, t, x):
 
 
 @_device
-def _request_at(starts, batch, at):
-    """The request whose run holds a place on the line."""
-    low, high = 0, batch - 1
-    while low < high:
-        middle = (low + high + 1) >> 1
-        if starts[middle] <= at:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _fitting(room):
+    """Pairs of a piece that this much is left for."""
+    return types.int32(over(max(room - PIECE, 0), PAIR))
 
 
 @_device
-def _clamped(lengths, b, max_seqlen):
-    return min(max(lengths[b], 0), max_seqlen)
+def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
+    """Whether blocks that take so much each cover all work; ``write``: keep where they begin, and the header.
 
-
-@_device
-def _even_pieces(c, batch, run, starts, lengths, max_seqlen, num_nodes, row_tiles, plan, pieces, items, m, write):
-    """The piece of a block in mode even; returns pieces and items."""
-    index = over(c, row_tiles)
-    row_tile = c - index * row_tiles
-    if index >= starts[batch]:
-        if write:
-            pieces[c, COUNT] = 0
-            pieces[c, NEXT] = -1
-        return 0, 0
-    b = _request_at(starts, batch, index)
-    begin, end = starts[b], starts[b + 1]
-    split = end - begin > 1
+    One loop over pieces, whatever they are, since threads of a warp walk with caps of their own. Who does not write
+    passes over the blocks that have nothing but a part of one request.
+    """
+    teams = over(blocks, row_tiles)
+    stop = teams
+    full = _fitting(cap)
+    b, left, room = types.int32(0), types.int32(pairs[0]), types.int32(0)
+    cut_request, cut_left = types.int32(batch), types.int32(0)
+    i, row_tile = types.int32(-1), types.int32(-1)  # the team or block; of teams no row tile
+    while row_tile < row_tiles:
+        take = min(_fitting(room), left)
+        if take < left and take < LEAST:
+            # The next team or block
+            i = types.int32(i + 1)
+            if i == teams and row_tile < 0:
+                cut_request, cut_left, row_tile = b, left, types.int32(0)
+                i, stop = types.int32(teams * row_tiles), types.int32(blocks)
+            if i >= stop or single and row_tile >= 0:
+                return False
+            if write:
+                begins[HEADER + 3 * i] = row_tile
+                begins[HEADER + 3 * i + 1] = b
+                begins[HEADER + 3 * i + 2] = pairs[b] - left
+            elif left > full:
+                passed = min(over(left - 1, full), stop - 1 - i)
+                i = types.int32(i + passed)
+                left = types.int32(left - passed * full)
+            room = types.int32(cap)
+            take = min(full, left)
+        room = types.int32(0 if single else room - PIECE - take * PAIR)
+        left = types.int32(left - take)
+        if left == 0:
+            b = types.int32(b + 1)
+            if b == batch:
+                if row_tile < 0:
+                    break
+                b, left, row_tile = cut_request, cut_left, types.int32(row_tile + 1)
+            else:
+                left = types.int32(pairs[b])
     if write:
-        first = (index - begin) * run
-        count = min(run, key_tiles(lengths[b], num_nodes, max_seqlen) - first)
-        _write_piece(pieces, c, b, row_tile, first, count, c if split else -1, lengths, max_seqlen, -1, 0)
-        if split and index == begin:
-            _write_item(items, m, b, row_tile, begin, end)
-    return 1, 1 if split and index == begin else 0
+        begins[SINGLE] = 1 if single else 0
+        begins[TEAMS] = i + 1 if row_tile < 0 else teams
+        begins[USED] = teams * row_tiles if row_tile < 0 else i + 1
+        begins[CUT_REQUEST] = cut_request
+        begins[CUT_PAIR] = pairs[cut_request] - cut_left if cut_request < batch else 0
+    return True
 
 
 @_device
-def _shared_pieces(c, batch, starts, lengths, max_seqlen, row_tiles, blocks, plan, pieces, items, n, m, write):
-    """The pieces of a block in mode share; returns pieces and items."""
-    length, share, cut = plan[LENGTH], plan[SHARE], plan[CUT]
-    count, stop = c * share, min(c * share + share, length * row_tiles)
-    num_pieces, num_items, b, last = 0, 0, 0, -1
-    if write and count >= stop:
+def _begins_in(begins, i, row_tile, b):
+    """Whether a team or block begins within a request, in this row tile of it."""
+    at = HEADER + 3 * i
+    return (begins[at] == row_tile) & (begins[at + 1] == b) & (begins[at + 2] > 0)
+
+
+@_device
+def _list(items, place, i, slot, write):
+    if write:
+        items[place + i, LISTED] = slot
+
+
+@_device
+def _states_of(begins, c, b, row_tile, slot, row_tiles, blocks, items, place, write):
+    """How many states an item has, whose first piece is a block's and leaves one in this slot."""
+    num = 1
+    _list(items, place, 0, slot, write)
+    teams = over(blocks, row_tiles)
+    k = over(c, row_tiles)
+    c += 1
+    if k < teams:
+        k += 1
+        while k < begins[TEAMS] and _begins_in(begins, k, -1, b):
+            _list(items, place, num, 2 * (k * row_tiles + row_tile), write)
+            num += 1
+            k += 1
+        if begins[CUT_REQUEST] != b or begins[CUT_PAIR] == 0:
+            return num
+        # The piece at the cut, which a block may begin with, or be amid others of its own
+        c = teams * row_tiles
+        while c < begins[USED] and not _begins_in(begins, c, row_tile, b):
+            c += 1
+        if c == begins[USED] or begins[HEADER + 3 * c + 2] != begins[CUT_PAIR]:
+            _list(items, place, num, 2 * blocks + row_tile, write)
+            num += 1
+    while c < begins[USED] and _begins_in(begins, c, row_tile, b):
+        _list(items, place, num, 2 * c, write)
+        num += 1
+        c += 1
+    return num
+
+
+@_device
+def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, write):
+    """Count the pieces of a block, its items and their states; write: from the numbers that ``found`` has on.
+
+    found : pieces behind blocks' first ones, items, states, the most states of an item
+    """
+    teams = over(blocks, row_tiles)
+    k = over(c, row_tiles)
+    of_team = k < teams
+    i = k if of_team else c
+    stop = begins[TEAMS] if of_team else begins[USED]
+    order, row = 0, c
+    if write:
         pieces[c, COUNT] = 0
         pieces[c, NEXT] = -1
-    while count < stop:
-        if count < cut * row_tiles:
-            team = over(c, row_tiles)
-            row_tile = c - team * row_tiles
-            at = count - (c - team) * share
-            edge = cut
-        else:
-            rest = length - cut
-            row_tile = over(count - cut * row_tiles, rest)
-            at = cut + count - cut * row_tiles - row_tile * rest
-            edge = length
-        if at == last:
-            b += 1
-        else:
-            b = _request_at(starts, batch, at)
-        begin, end = starts[b], starts[b + 1]
-        last = min(min(end, edge), at + stop - count)
-        split = at > begin or last < end
-        if write:
-            slot = slot_of(count, at, begin, share, cut, row_tile, blocks) if split else -1
-            row = c if num_pieces == 0 else n + num_pieces - 1
-            following = n + num_pieces if count + last - at < stop else -1
-            _write_piece(
-                pieces, row, b, row_tile, at - begin, last - at, slot, lengths, max_seqlen, following, num_pieces
-            )
-        if split and at == begin:
+    if i < stop:
+        row_tile, b, p = begins[HEADER + 3 * i], begins[HEADER + 3 * i + 1], begins[HEADER + 3 * i + 2]
+        last, end, end_pair = row_tiles, begins[CUT_REQUEST], begins[CUT_PAIR]
+        if i + 1 < stop:
+            last, end, end_pair = begins[HEADER + 3 * i + 3], begins[HEADER + 3 * i + 4], begins[HEADER + 3 * i + 5]
+        if of_team:
+            row_tile = last = c - k * row_tiles
+        while row_tile < last or row_tile == last and (b < end or b == end and p < end_pair):
+            until = end_pair if row_tile == last and b == end else pairs[b]
+            slot = -1
+            if p > 0 or until < pairs[b]:
+                slot = 2 * c + 1
+                if order == 0:
+                    slot = 2 * c
+                elif p > 0 and b == begins[CUT_REQUEST] and p == begins[CUT_PAIR]:
+                    slot = 2 * blocks + row_tile
+            if order > 0:
+                if write:
+                    pieces[row, NEXT] = found[0]
+                row = found[0]
+                found[0] += 1
             if write:
-                _write_item(items, m + num_items, b, row_tile, begin, end)
-            num_items += 1
-        num_pieces += 1
-        count += last - at
-    return num_pieces, num_items
-
-
-@_device
-def _write_piece(pieces, n, b, row_tile, first, count, slot, lengths, max_seqlen, following, order):
-    pieces[n, REQUEST] = b
-    pieces[n, ROW_TILE] = row_tile
-    pieces[n, FIRST] = first
-    pieces[n, COUNT] = count
-    pieces[n, SLOT] = slot
-    pieces[n, PREFIX] = _clamped(lengths, b, max_seqlen)
-    pieces[n, NEXT] = following
-    pieces[n, ORDER] = order
-
-
-@_device
-def _write_item(items, m, b, row_tile, begin, end):
-    items[m, REQUEST] = b
-    items[m, ROW_TILE] = row_tile
-    items[m, BEGIN] = begin
-    items[m, END] = end
-
-
-@_device
-def _states_of(plan, items, m, row_tiles):
-    """How many states an item has."""
-    begin, end = items[m, BEGIN], items[m, END]
-    if plan[RUN] > 0:
-        return end - begin
-    return pieces_of(items[m, ROW_TILE], begin, end, plan[LENGTH], plan[SHARE], plan[CUT], row_tiles)
-
-
-@_device
-def _slot_at(plan, i, row_tile, begin, end, row_tiles, blocks):
-    """Where its state i is."""
-    if plan[RUN] > 0:
-        return (begin + i) * row_tiles + row_tile
-    length, share, cut = plan[LENGTH], plan[SHARE], plan[CUT]
-    at = start_of(i, row_tile, begin, end, length, share, cut, row_tiles)
-    return slot_of(count_of(row_tile, at, length, share, cut, row_tiles), at, begin, share, cut, row_tile, blocks)
+                tiles = key_tiles(lengths, b, num_nodes, max_seqlen)
+                pieces[row, REQUEST] = b
+                pieces[row, ROW_TILE] = row_tile
+                pieces[row, FIRST] = 2 * p
+                pieces[row, COUNT] = min(2 * until, tiles) - 2 * p
+                pieces[row, SLOT] = slot
+                pieces[row, PREFIX] = _clamped(lengths, b, max_seqlen)
+                pieces[row, NEXT] = -1
+                pieces[row, ORDER] = order
+            order += 1
+            if slot >= 0 and p == 0:
+                num = _states_of(begins, c, b, row_tile, slot, row_tiles, blocks, items, found[2], write)
+                if write:
+                    items[found[1], REQUEST] = b
+                    items[found[1], ROW_TILE] = row_tile
+                    items[found[1], STATES] = found[2]
+                    items[found[1], NUM] = num
+                found[1] += 1
+                found[2] += num
+                found[3] = max(found[3], num)
+            b += 1
+            p = 0
+            if b == batch:
+                row_tile += 1
+                b, p = begins[CUT_REQUEST], begins[CUT_PAIR]
 
 
 @cuda.jit
-def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, plan, pieces, items):
-    """Cut the work of requests of these lengths into pieces for so many blocks. One block of `THREADS`."""
+def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, whole, plan, pieces, items):
+    """Cut the work of requests of these lengths into pieces for so many blocks. One block of `THREADS`.
+
+    whole : cut no row tile, where each may have a block of its own, whatever it costs.
+    """
     t = cuda.threadIdx.x
     sums = cuda.shared.array(THREADS, types.int32)
     batch = lengths.shape[0]
-    line = cuda.shared.array(LINE, types.int32)
-    starts = line if batch < LINE else plan[HEADER:]
+    near_pairs = cuda.shared.array(NEAR_REQUESTS, types.int32)
+    pairs = near_pairs if batch <= NEAR_REQUESTS else plan[HEADER + 3 * blocks :]
+    near_begins = cuda.shared.array(NEAR_WORDS, types.int32)
+    begins = near_begins if blocks <= NEAR_BLOCKS else plan
 
-    # Phase 1: where each request begins on the line
+    # Phase 1: the pairs of each request
     each = over(batch + THREADS - 1, THREADS)
-    low, high = min(t * each, batch), min(t * each + each, batch)
     mine, most = 0, 0
-    for b in range(low, high):
-        tiles = key_tiles(lengths[b], num_nodes, max_seqlen)
-        mine += tiles
-        most = max(most, tiles)
-    end = _scan(sums, t, mine)
-    length = sums[THREADS - 1]
-    before = end - mine
-    for b in range(low, high):
-        starts[b] = before
-        before += key_tiles(lengths[b], num_nodes, max_seqlen)
+    for b in range(min(t * each, batch), min(t * each + each, batch)):
+        x = (key_tiles(lengths, b, num_nodes, max_seqlen) + 1) >> 1
+        pairs[b] = x
+        mine += PIECE + x * PAIR
+        most = max(most, x)
+    _scan(sums, t, mine)
+    total = sums[THREADS - 1]
     longest = _largest(sums, t, most)
 
-    # Phase 2: shares or runs, whichever takes less
-    share = share_of(length, row_tiles, blocks)
-    cut = cut_of(length, share, row_tiles, blocks)
-    run = 0
-    if batch * row_tiles <= blocks:
-        low, high = 1, longest
-        while low < high:  # the threads try as many runs at once
-            step = over(high - low + THREADS - 1, THREADS)
-            tried = min(low + t * step, high)
-            total = 0
-            for b in range(batch):
-                total += over(key_tiles(lengths[b], num_nodes, max_seqlen) + tried - 1, tried)
-            first = _largest(sums, t, t + 1 if total * row_tiles > blocks else 0)  # longer runs fit, too
-            high = min(low + first * step, high)
-            if first > 0:
-                low = min(low + (first - 1) * step + 1, high)
-        even = low * TILE + PIECE
-        if low < longest:
-            even += MERGE
-        if even <= share * TILE + 2 * PIECE + MERGE:
-            run = low
-    if run > 0:
-        low, high = min(t * each, batch), min(t * each + each, batch)
-        mine = 0
-        for b in range(low, high):
-            mine += over(key_tiles(lengths[b], num_nodes, max_seqlen) + run - 1, run)
-        end = _scan(sums, t, mine)
-        length = sums[THREADS - 1]
-        before = end - mine
-        for b in range(low, high):
-            starts[b] = before
-            before += over(key_tiles(lengths[b], num_nodes, max_seqlen) + run - 1, run)
+    # Phase 2: the smallest caps of both plans, many tried at once; a larger one than one that will do will do, too
+    teams = over(blocks, row_tiles)
+    low = max(over(total * row_tiles + blocks - 1, blocks), PIECE + PAIR)
+    high = over(total + teams - 1, teams) + SLACK if teams > 0 else low + SLACK
+    single_low, single_high = low, PIECE + PAIR * longest
+    single = t < CAPS
+    i = t if single else t - CAPS
+    may_be_single = batch <= teams
+    if not may_be_single:
+        single_low = single_high
+    elif whole:
+        low, single_low = high, single_high
+    while low < high or single_low < single_high:
+        step = over(high - low + CAPS - 1, CAPS)
+        single_step = over(max(single_high - single_low, 0) + CAPS - 1, CAPS)
+        tried = low + i * step
+        until = high
+        if single:
+            tried = single_low + i * single_step
+            until = single_high
+        short = tried < until and not _walk(pairs, batch, row_tiles, blocks, tried, single, begins, False)
+        first = _largest(sums, t, i + 1 if short and not single else 0)
+        high = min(low + first * step, high)
+        if first > 0:
+            low = min(low + (first - 1) * step + 1, high)
+        first = _largest(sums, t, i + 1 if short and single else 0)
+        single_high = min(single_low + first * single_step, single_high)
+        if first > 0:
+            single_low = min(single_low + (first - 1) * single_step + 1, single_high)
     if t == 0:
-        plan[SPLITS] = over(longest + run - 1, run) if run > 0 else over(longest - 1, share) + 3
-        plan[RUN] = run
-        plan[LENGTH] = length
-        plan[SHARE] = share
-        plan[CUT] = cut
-        starts[batch] = length
+        merging = MERGE if single_high < PIECE + PAIR * longest else 0
+        take_single = may_be_single and (whole or single_high + merging <= high + MERGE)
+        _walk(pairs, batch, row_tiles, blocks, single_high if take_single else high, take_single, begins, True)
     cuda.syncthreads()
 
     # Phase 3: the pieces of each block, counted, then written
     each = over(blocks + THREADS - 1, THREADS)
-    low, high = min(t * each, blocks), min(t * each + each, blocks)
-    n, m = 0, 0
-    more, num_items = 0, 0
-    for phase in range(2):
-        write = phase == 1
-        if write:
-            n = blocks + _scan(sums, t, more) - more
-            m = _scan(sums, t, num_items) - num_items
-            if t == THREADS - 1:
-                plan[ITEMS] = m + num_items
-        for c in range(low, high):
-            if run > 0:
-                new_pieces, new_items = _even_pieces(
-                    c, batch, run, starts, lengths, max_seqlen, num_nodes, row_tiles, plan, pieces, items, m, write
-                )
-            else:
-                new_pieces, new_items = _shared_pieces(
-                    c, batch, starts, lengths, max_seqlen, row_tiles, blocks, plan, pieces, items, n, m, write
-                )
-            n += max(new_pieces - 1, 0)
-            m += new_items
-            more += max(new_pieces - 1, 0)
-            num_items += new_items
-    cuda.syncthreads()
-
-    # Phase 4: the slots of the items' states; as many threads an item as there are
-    num_items = plan[ITEMS]
-    lanes = 1
-    while 0 < lanes * 2 * num_items <= THREADS:
-        lanes *= 2
-    each = over(num_items * lanes + THREADS - 1, THREADS)
-    low, high = min(over(t, lanes) * each, num_items), min(over(t, lanes) * each + each, num_items)
-    lane = t - over(t, lanes) * lanes
-    mine = 0
-    for m in range(low, high):
-        num = _states_of(plan, items, m, row_tiles)
-        mine += num
-        if lane == 0:
-            items[m, NUM] = num
-    place = _scan(sums, t, mine if lane == 0 else 0) - mine
-    for m in range(low, high):
-        num, row_tile, begin, end = items[m, NUM], items[m, ROW_TILE], items[m, BEGIN], items[m, END]
-        for i in range(lane, num, lanes):
-            items[place + i, LISTED] = _slot_at(plan, i, row_tile, begin, end, row_tiles, blocks)
-        if lane == 0:
-            items[m, STATES] = place
-        place += num
+    start, stop = min(t * each, blocks), min(t * each + each, blocks)
+    found = cuda.local.array(4, types.int32)
+    for k in range(4):
+        found[k] = 0
+    for c in range(start, stop):
+        _pieces_of(
+            c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, False
+        )
+    for k in range(3):
+        counted = found[k]
+        found[k] = _scan(sums, t, counted) - counted
+        if k == 1 and t == THREADS - 1:
+            begins[ITEMS] = sums[t]
+    splits = _largest(sums, t, found[3])
+    if t == 0:
+        begins[SPLITS] = splits
+        for k in range(HEADER):
+            plan[k] = begins[k]
+    found[0] += blocks
+    for c in range(start, stop):
+        _pieces_of(
+            c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, True
+        )
 
 
-def most_pieces(batch, row_tiles, blocks):
-    """Rows of the array of pieces: each begins a request's row tile, a block's share or a row tile behind the teams."""
-    return batch * row_tiles + 2 * blocks + row_tiles
+def is_whole(lengths, num_nodes, max_seqlen, row_tiles, blocks):
+    """Whether a plan that cuts no row tile is about as good as any, from lengths on the host."""
+    costs = PIECE + PAIR * -(-(np.clip(lengths, 0, max_seqlen).astype(np.int64) + num_nodes) // (2 * TILE_KEYS))
+    if not 0 < len(costs) * row_tiles <= blocks:
+        return False
+    return bool(costs.max() <= costs.sum() * row_tiles / blocks + PIECE + MERGE)  # a cut costs a piece, and merging
 
 
-def mirror(lengths, num_nodes, max_seqlen, row_tiles, blocks):
-    """What `plan_blocks` finds, from its definition: for each block a list of its pieces, tuples of `PIECE_FIELDS`."""
+def mirror(lengths, num_nodes, max_seqlen, row_tiles, blocks, whole=False):
+    """What `plan_blocks` finds, by trying caps one by one: for each block a list of its pieces, of `PIECE_FIELDS`."""
     prefixes = [min(max(int(n), 0), max_seqlen) for n in lengths]
-    tiles = np.array([-(-(n + num_nodes) // TILE_KEYS) for n in prefixes])
-    share = -(-int(tiles.sum()) * row_tiles // blocks)
-    length = int(tiles.sum())
-    cut = min(blocks // row_tiles, length // share) * share
-    pieces = [[] for _ in range(blocks)]
+    tiles = [-(-(n + num_nodes) // TILE_KEYS) for n in prefixes]
+    pairs = [-(-n // 2) for n in tiles]
+    teams = blocks // row_tiles
+    least = max(-(-sum(PIECE + PAIR * n for n in pairs) * row_tiles // blocks), PIECE + PAIR)
 
-    # Even runs
-    if len(tiles) * row_tiles <= blocks:
-        fitting = (run for run in range(1, tiles.max() + 1) if np.sum(-(-tiles // run)) * row_tiles <= blocks)
-        run = next(fitting)
-        cost = run * TILE + PIECE + (MERGE if run < tiles.max() else 0)
-        if cost <= share * TILE + 2 * PIECE + MERGE:
-            c = 0
-            for b, count in enumerate(tiles):
-                for first in range(0, count, run):
-                    for row_tile in range(row_tiles):
-                        slot = c if count > run else -1
-                        pieces[c] = [(b, row_tile, first, min(run, count - first), slot, prefixes[b])]
-                        c += 1
-            return pieces
+    def walk(cap, single):
+        """Row tile, request, first pair and pairs of each block's pieces, and the cut; None if the cap is too small."""
+        found = [[] for _ in range(blocks)]
+        b, p = 0, 0
+        for k in range(teams):
+            room, run = cap, []
+            while b < len(pairs):
+                left = pairs[b] - p
+                take = min(max(room - PIECE, 0) // PAIR, left)
+                if take < left and take < LEAST and run:
+                    break
+                if take == 0:
+                    return None
+                run.append((b, p, take))
+                room -= PIECE + PAIR * take
+                b, p = (b + 1, 0) if take == left else (b, p + take)
+                if single or take < left:
+                    break
+            for row_tile in range(row_tiles):
+                found[k * row_tiles + row_tile] = [(row_tile, *piece) for piece in run]
+        cut = b, p
+        c, room = teams * row_tiles - 1, 0
+        if b < len(pairs) and single:
+            return None
+        for row_tile in range(row_tiles):
+            b, p = cut
+            while b < len(pairs):
+                left = pairs[b] - p
+                take = min(max(room - PIECE, 0) // PAIR, left)
+                if take < left and take < LEAST:
+                    c, room = c + 1, cap
+                    take = min(max(room - PIECE, 0) // PAIR, left)
+                    if c == blocks or take == 0:
+                        return None
+                found[c].append((row_tile, b, p, take))
+                room -= PIECE + PAIR * take
+                b, p = (b + 1, 0) if take == left else (b, p + take)
+        return found, cut
 
-    # Equal shares: all places in the order in which blocks take them, cut where anything changes
-    ends = np.cumsum(tiles)
-    line = np.arange(length)
-    teams, rest = line[:cut].reshape(-1, 1, share), line[cut:]
-    at = np.concatenate([np.repeat(teams, row_tiles, 1).ravel(), np.tile(rest, row_tiles)])
-    of_teams = np.broadcast_to(np.arange(row_tiles)[None, :, None], (len(teams), row_tiles, share)).ravel()
-    row_tile = np.concatenate([of_teams, np.repeat(np.arange(row_tiles), len(rest))])
-    request = np.searchsorted(ends, at, side="right")
-    block = np.arange(len(at)) // share
-    change = np.diff(at) != 1
-    for x in (block, row_tile, request):
-        change |= np.diff(x) != 0
-    first = np.flatnonzero(np.concatenate([[True], change]))
-    for n, stop in zip(first, [*first[1:], len(at)], strict=True):
-        b, c = request[n], block[n]
-        begin, end = ends[b] - tiles[b], ends[b]
-        slot = -1
-        if at[n] > begin or at[n] + stop - n < end:
-            slot = 2 * c + (n % share != 0)
-            if at[n] == cut > begin and n % share:
-                slot = 2 * blocks + row_tile[n]
-        piece = (b, row_tile[n], at[n] - begin, stop - n, slot, prefixes[b])
-        pieces[c].append(tuple(int(x) for x in piece))
+    def smallest(single, cap):
+        while (found := walk(cap, single)) is None:
+            cap += 1
+        return cap, *found
+
+    longest = PIECE + PAIR * max(pairs)
+    if whole and len(pairs) <= teams:
+        _, found, cut = smallest(True, longest)
+    else:
+        cap, found, cut = smallest(False, least)
+        if len(pairs) <= teams:
+            single_cap, *of_single = smallest(True, min(least, longest))
+            if single_cap + (MERGE if single_cap < longest else 0) <= cap + MERGE:
+                found, cut = of_single
+    pieces = []
+    for c, run in enumerate(found):
+        pieces.append([])
+        for row_tile, b, p, take in run:
+            slot = -1
+            if take < pairs[b]:
+                slot = 2 * c + (1 if pieces[c] else 0)
+                if pieces[c] and p > 0 and (b, p) == cut:
+                    slot = 2 * blocks + row_tile
+            count = min(2 * (p + take), tiles[b]) - 2 * p
+            pieces[c].append((b, row_tile, 2 * p, count, slot, prefixes[b]))
     return pieces

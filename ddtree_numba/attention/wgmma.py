@@ -70,6 +70,8 @@ from ddtree_numba.attention.schedule import (
 from ddtree_numba.device import hopper
 from ddtree_numba.device.hopper import (
     acquire_map,
+    add_part,
+    add_state,
     address,
     async_fence,
     clear_shared,
@@ -81,6 +83,7 @@ from ddtree_numba.device.hopper import (
     inverses,
     keep_clocks,
     keep_map,
+    keep_part,
     let_follow,
     load_shared,
     load_state,
@@ -100,6 +103,7 @@ from ddtree_numba.device.hopper import (
     moved,
     named_arrive,
     named_sync,
+    no_state,
     prefetch,
     quad_max,
     quad_sum,
@@ -119,6 +123,7 @@ from ddtree_numba.device.hopper import (
     tile_sum,
     touch,
     wait_for_kernel,
+    weights,
 )
 from ddtree_numba.device.warp import fresh_thread
 
@@ -142,7 +147,7 @@ TOUCHED = 264  # a word for each lane, which nobody reads
 
 # A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane;
 # float16, relative to the largest magnitude of a row's half, at least TINY. Beside it these, and the rows' lse.
-STATE, HALF_STATE, WARP_STATE, PART = 65536, 32768, 8192, 1024  # a part: 32 columns, two eights a lane
+STATE, HALF_STATE, WARP_STATE, PART = 65536, 32768, 8192, 2048  # a part: 64 columns, four eights a lane
 LSES, SCALES = 0, 1  # of what is beside a state: its lse, the magnitudes of its first half, of its second
 
 # Named barriers.
@@ -151,9 +156,9 @@ P_A_READY, P_B_READY, SUMS, ALONE_0, ALONE_1, QK_A_ISSUED, QK_B_ISSUED = 1, 2, 3
 ZERO, SLACK = np.float32(0.0), np.float32(8.0)
 LOWEST = np.float32(-1e30)  # the reference of a row that has seen no key
 TINY = np.float32(1e-30)
+LOG2_E = np.float32(1.4426950408889634)
 ALL = 0xFFFFFFFF
 INF = np.float32(np.inf)
-exp = cuda.libdevice.expf
 u64, i64, u32, i32 = types.uint64, types.int64, types.uint32, types.int32
 
 device = cuda.jit(device=True, inline="always")
@@ -258,7 +263,10 @@ def pair_at(at):
 
 @device
 def clear_rows(tile, live):
-    """Zeros for the values of rows behind the last live one: there may be NaN, and 0 * NaN is NaN."""
+    """Zeros for the values of rows behind the last live one: there may be NaN, and 0 * NaN is NaN.
+
+    Called behind the scores, of which those of these rows are masked, and ahead of a barrier that the values wait for.
+    """
     t = i32(fresh_thread()) & 127
     row = live + (t >> 3)
     while row < 64:
@@ -554,11 +562,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 ro = (LOWEST, LOWEST)  # reference of o and l
                 rp = (LOWEST, LOWEST)  # of the next probabilities
                 l = (ZERO, ZERO)
-                live = i32(ahead + num_nodes)
-                if live < 64:
-                    wait_whole(full, u & 1)
-                    clear_rows(s0 + KEYS_A, live)
-                    named_sync(ALONE_0, 128)
                 boxes = (full, u & 1, bar + QUERY_FULL, pieces[n, ORDER] & 1)
                 both_arrived(boxes, 0)
                 s = first_scores(qk0_a(undefined(), dq, dq), boxes, dq)
@@ -576,6 +579,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     tree = i32(j * 64 - ahead)
                     if tree > -64:
                         s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
+                        clear_rows(s0 + KEYS_A, num_nodes - tree)
                     x = exp_tile(s, rp, scale)
                     m = tile_max(s)
                     if cuda.any_sync(ALL, m[0] * scale > rp[0] + SLACK or m[1] * scale > rp[1] + SLACK):
@@ -616,11 +620,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                             o = scale_tile(o, f)
                             l = rows_times(l, f)
                         if j + 2 < count:
-                            live = i32(ahead + num_nodes - (j + 2) * 64)
-                            if live < 64:
-                                wait_whole(full, u & 1)
-                                clear_rows(s0 + KEYS_A, live)
-                                named_sync(ALONE_0, 128)
                             o = pv_b_left(o, dq, dv)
                             # QK of the next A, its first box behind PV(B)
                             mbarrier_wait(full, u & 1)
@@ -699,11 +698,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 j = i32(0)
                 while j < count:
                     if j + 1 < count:
-                        live = i32(ahead + num_nodes - (j + 1) * 64)
-                        if live < 64:
-                            wait_whole(full, u & 1)
-                            clear_rows(s0 + KEYS_B, live)
-                            named_sync(ALONE_1, 128)
                         # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
                         mbarrier_wait(full, u & 1)
@@ -719,6 +713,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         tree = i32((j + 1) * 64 - ahead)
                         if tree > -64:
                             s = masked(s, mask, pieces, n, num_heads, num_nodes, tree)
+                            clear_rows(s0 + KEYS_B, num_nodes - tree)
+                            named_sync(ALONE_1, 128)
                         m = tile_max(s)
                         clock(maps, n, j, 1, MAXIMA_B)
                         # Phase 3: PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
@@ -803,138 +799,134 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
 
 
 COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
+AT_ONCE = 3  # states that a warp asks for together: four would spill
 
 
 @functools.cache
 def make_combine(out_kind: str) -> Any:
     """Merge the states of row tiles that are not whole.
 
-    A part is 16 rows and 32 columns, 16 numbers a lane, as the accumulators lie in the states. A warp asks for four
-    states of a part at once; where parts are few and states many, two, four or eight warps share a part. What can be
-    found without the states is found before the kernel ahead has ended.
+    A part is 16 rows and 64 columns, 32 numbers a lane, as the accumulators lie in the states; what is beside a state
+    is read by one lane of each quad. Where parts are few and states many, two, four or eight warps share a part. What
+    can be found without the states is found before the kernel ahead has ended.
     """
     out_bytes = 4 if out_kind == "f32" else 2
     lane_bytes = 8 if out_kind == "f32" else 16
     store_halves = make_store_halves("bf16" if out_kind == "f32" else out_kind)
     out_is_float = out_kind == "f32"
+    zeros = make_zeros(32)
 
     @cuda.jit(launch_bounds=(COMBINE_THREADS, COMBINE_BLOCKS))
     def combine(plan, items, states, beside, out, lse, num_rows):
         t = i32(cuda.threadIdx.x)
         warp, lane = t >> 5, t & 31
-        parts = cuda.shared.array((20, 8, 32), types.float32)
+        q4 = lane & 3
+        parts = cuda.shared.array((36, 8, 32), types.float32)
         grid = i32(cuda.gridDim.x)
         num_items, splits = plan[ITEMS], plan[SPLITS]
         # Warps that share a part, as a power of two: as many as let all units run at once, if there are states for them
         level = i32(0)
-        while level < 3 and num_items << 4 + level <= grid and splits > 2 << level:
+        while level < 3 and num_items << 3 + level <= grid and splits > AT_ONCE << level:
             level = i32(level + 1)
         step = i32(1) << level
         unit = i32(cuda.blockIdx.x)
-        units = num_items << 3 + level
+        units = num_items << 2 + level
         first = warp & step - 1
-        item, slot = (i32(0), i32(0), i32(0), i32(0)), i32(0)
+        next_item, next_slot = (i32(0), i32(0)), i32(0)
         if unit < units:
-            item = item_at(items, unit >> 3 + level)
-            slot = slot_of_state(items, item, first + (lane << level))
+            next_item = item_at(items, unit >> 2 + level)
+            next_slot = slot_of_state(items, next_item, first + (q4 << level))
+        elif unit > 0:
+            return  # one block is enough to wait for the kernel ahead
         wait_for_kernel()
-        x = cuda.local.array(16, types.float32)
         while unit < units:
-            b, row_tile, _, num = item
-            at = ((unit << 3 | warp) >> level) & 63
-            rows, part = at >> 3, at & 7
+            n, item, slot = i32(unit >> 2 + level), next_item, next_slot
+            num = item[1]
+            at = ((unit << 3 | warp) >> level) & 31
+            rows, part = at >> 2, at & 3
             row = (rows & 3) * 16 + (lane >> 2)
             place = address(states) + rows * WARP_STATE + part * PART + lane * 16
-            next_item = item
             unit += grid
             if unit < units:
-                next_item = item_at(items, unit >> 3 + level)
-            # Phase 1: sums of this warp's states, relative to the largest lse so far; a lane has every 32nd slot
-            m, l = (LOWEST, LOWEST), (ZERO, ZERO)
-            for k in range(16):
-                x[k] = ZERO
-            k = i32(0)
-            while first + k * step < num:
-                if k > 0 and k & 31 == 0:
-                    slot = slot_of_state(items, item, first + (k + lane << level))
-                s0, s1 = cuda.shfl_sync(ALL, slot, k & 31), cuda.shfl_sync(ALL, slot, k + 1 & 31)
-                s2, s3 = cuda.shfl_sync(ALL, slot, k + 2 & 31), cuda.shfl_sync(ALL, slot, k + 3 & 31)
-                y0, y1 = load_state(place + i64(s0) * STATE), load_state(place + i64(s1) * STATE)
-                y2, y3 = load_state(place + i64(s2) * STATE), load_state(place + i64(s3) * STATE)
-                c0, c1 = scales_at(beside, s0, rows >> 2, row), scales_at(beside, s1, rows >> 2, row)
-                c2, c3 = scales_at(beside, s2, rows >> 2, row), scales_at(beside, s3, rows >> 2, row)
-                left = num - first - k * step
-                e0 = lses_at(beside, s0, row, True)
-                e1 = lses_at(beside, s1, row, left > step)
-                e2 = lses_at(beside, s2, row, left > 2 * step)
-                e3 = lses_at(beside, s3, row, left > 3 * step)
-                most = rows_max(rows_max(m, e0), rows_max(rows_max(e1, e2), e3))
-                g, e0, e1 = weights(m, most), weights(e0, most), weights(e1, most)
-                e2, e3 = weights(e2, most), weights(e3, most)
+                next_item = item_at(items, unit >> 2 + level)
+                next_slot = slot_of_state(items, next_item, first + (q4 << level))
+            # Phase 1: sums of this warp's states, relative to the largest lse so far, in units of log2
+            m, l, x = (LOWEST, LOWEST), (ZERO, ZERO), zeros()
+            k = first
+            while k < num:
+                if k > first:
+                    slot = slot_of_state(items, item, k + (q4 << level))
+                y0 = load_state(place + i64(cuda.shfl_sync(ALL, slot, 0)) * STATE)
+                y1, y2 = no_state(), no_state()
+                if k + step < num:
+                    y1 = load_state(place + i64(cuda.shfl_sync(ALL, slot, 1)) * STATE)
+                if k + 2 * step < num:
+                    y2 = load_state(place + i64(cuda.shfl_sync(ALL, slot, 2)) * STATE)
+                e = lses_at(beside, slot, row, k + (q4 << level) < num and q4 < AT_ONCE)
+                c = scales_at(beside, slot, rows >> 2, row)
+                most = rows_max(m, quad_max(e))
+                g, e = weights(m, most), weights(e, most)
                 m = most
-                l = rows_add(rows_times(l, g), rows_add(rows_add(e0, e1), rows_add(e2, e3)))
-                e0, e1 = rows_times(e0, c0), rows_times(e1, c1)
-                e2, e3 = rows_times(e2, c2), rows_times(e3, c3)
-                for h in range(16):
-                    r = h >> 1 & 1
-                    x[h] = x[h] * g[r] + (e0[r] * y0[h] + e1[r] * y1[h] + (e2[r] * y2[h] + e3[r] * y3[h]))
-                k = i32(k + 4)
+                l = rows_add(rows_times(l, g), e)
+                e = rows_times(e, c)
+                x = add_state(scale_tile(x, g), y0, of_lane(e, lane & 28))
+                if k + step < num:
+                    x = add_state(x, y1, of_lane(e, lane & 28 | 1))
+                if k + 2 * step < num:
+                    x = add_state(x, y2, of_lane(e, lane & 28 | 2))
+                k = i32(k + AT_ONCE * step)
+            l = quad_sum(l)
             # Phase 2: the sums of warps that share a part
             if step > 1:
                 cuda.syncthreads()
-                parts[16, warp, lane], parts[17, warp, lane] = m
-                parts[18, warp, lane], parts[19, warp, lane] = l
-                for k in range(16):
-                    parts[k, warp, lane] = x[k]
+                parts[32, warp, lane], parts[33, warp, lane] = m
+                parts[34, warp, lane], parts[35, warp, lane] = l
+                keep_part(x, shared_address(parts) + t * 4)
                 cuda.syncthreads()
                 for w in range(warp + 1, warp + step if first == 0 else 0):
-                    other = (parts[16, w, lane], parts[17, w, lane])
+                    other = (parts[32, w, lane], parts[33, w, lane])
                     most = rows_max(m, other)
                     g, e = weights(m, most), weights(other, most)
                     m = most
-                    l = rows_add(rows_times(l, g), rows_times((parts[18, w, lane], parts[19, w, lane]), e))
-                    for k in range(16):
-                        x[k] = x[k] * g[k >> 1 & 1] + parts[k, w, lane] * e[k >> 1 & 1]
+                    l = rows_add(rows_times(l, g), rows_times((parts[34, w, lane], parts[35, w, lane]), e))
+                    x = add_part(scale_tile(x, g), shared_address(parts) + (w * 32 + lane) * 4, e)
             # Phase 3: results
             if first == 0:
-                inverse = inverses(l)
-                r = row_tile * 64 + row
-                column = (rows >> 2) * 256 + part * 32
-                at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + (lane & 3) * lane_bytes
+                inverse, e = inverses(l), log_sums(m, l)
+                b, r = items[n, REQUEST], items[n, ROW_TILE] * 64 + row
+                column = (rows >> 2) * 256 + part * 64
+                at = address(out) + ((i64(b) * num_rows + r) * 512 + column) * out_bytes + q4 * lane_bytes
                 below = at + 8 * 512 * out_bytes
-                merged = all_of(x)
                 if out_is_float:
-                    store_floats(merged, at, below, inverse, r < num_rows, r + 8 < num_rows)
+                    store_floats(x, at, below, inverse, r < num_rows, r + 8 < num_rows)
                 else:
-                    store_halves(merged, at, below, inverse, r < num_rows, r + 8 < num_rows, lane & 3)
-                if rows < 4 and part == 0 and lane & 3 == 0:
+                    store_halves(x, at, below, inverse, r < num_rows, r + 8 < num_rows, q4)
+                if rows < 4 and part == 0 and q4 == 0:
                     if r < num_rows:
-                        lse[b, r] = -INF if l[0] == ZERO else m[0] + cuda.libdevice.logf(l[0])
+                        lse[b, r] = e[0]
                     if r + 8 < num_rows:
-                        lse[b, r + 8] = -INF if l[1] == ZERO else m[1] + cuda.libdevice.logf(l[1])
-            item = next_item
-            slot = slot_of_state(items, item, first + (lane << level))
+                        lse[b, r + 8] = e[1]
 
     return combine
 
 
 @device
 def item_at(items, m):
-    """Request, row tile, where its states are listed, and how many there are."""
-    return items[m, REQUEST], items[m, ROW_TILE], items[m, STATES], items[m, NUM]
+    """Where an item's states are listed, and how many there are."""
+    return items[m, STATES], items[m, NUM]
 
 
 @device
 def slot_of_state(items, item, i):
     """Of an item's state i, or of its last one."""
-    return items[item[2] + min(i, item[3] - 1), LISTED]
+    return items[item[0] + min(i, item[1] - 1), LISTED]
 
 
 @device
 def lses_at(beside, slot, row, there):
-    """Of a lane's two rows of a state; -inf of one that is not there."""
+    """Of a lane's two rows of a state, in units of log2; -inf of one that is not there."""
     if there:
-        return beside[slot, LSES, row], beside[slot, LSES, row + 8]
+        return beside[slot, LSES, row] * LOG2_E, beside[slot, LSES, row + 8] * LOG2_E
     return -INF, -INF
 
 
@@ -944,12 +936,5 @@ def scales_at(beside, slot, half, row):
 
 
 @device
-def weights(e, most):
-    return exp(e[0] - most[0]), exp(e[1] - most[1])
-
-
-@device
-def all_of(x):
-    return (
-        x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7], x[8], x[9], x[10], x[11], x[12], x[13], x[14], x[15],
-    )  # fmt: skip
+def of_lane(pair, lane):
+    return cuda.shfl_sync(ALL, pair[0], lane), cuda.shfl_sync(ALL, pair[1], lane)

@@ -114,7 +114,7 @@ def plan_parts(sizes: Sizes) -> tuple[Part, ...]:
     """What `plan_blocks` writes."""
     pieces = int(schedule.most_pieces(sizes.batch, sizes.row_tiles, sizes.blocks))
     return (
-        Part("plan", (schedule.HEADER + sizes.batch + 1,), "int32"),
+        Part("plan", (int(schedule.plan_words(sizes.batch, sizes.blocks)),), "int32"),
         Part("pieces", (pieces, schedule.PIECE_FIELDS), "int32"),
         Part("items", (sizes.slots, schedule.ITEM_FIELDS), "int32"),
     )
@@ -246,7 +246,7 @@ def _backend() -> str:
 def _counts(batch: int, num_nodes: int, num_heads: int, max_seqlen: int, device: int) -> str:
     """Kernels count places, rows and pieces in 32 bits."""
     sizes = Sizes(batch, num_nodes, num_heads, multiprocessors(device))
-    places = batch * sizes.row_tiles * -(-(max_seqlen + num_nodes) // KEYS) + sizes.blocks
+    places = batch * sizes.row_tiles * (-(-(max_seqlen + num_nodes) // KEYS) + schedule.PIECE + 1) + sizes.blocks
     pieces = int(schedule.most_pieces(batch, sizes.row_tiles, sizes.blocks)) * schedule.PIECE_FIELDS
     rows = max(batch, 1) * sizes.row_tiles * ROWS
     most = max(places, pieces, sizes.slots * ROWS, rows, max_seqlen + num_nodes)
@@ -340,6 +340,7 @@ class AttentionPlan:
     plan: View = field(repr=False)
     pieces: View = field(repr=False)
     items: View = field(repr=False)
+    merges: bool = field(default=True, repr=False)  # whether row tiles may be split
 
     @property
     def sizes(self) -> Sizes:
@@ -349,10 +350,12 @@ class AttentionPlan:
     def facts(self) -> str:
         """All that a call with it depends on, but for its contents; a string, since those remember their hash."""
         views = [(x.device, x.pointer, x.shape, x.strides, x.dtype.str) for x in (self.plan, self.pieces, self.items)]
-        return repr((self.sizes, self.max_seqlen, views))
+        return repr((self.sizes, self.max_seqlen, views, self.merges))
 
 
-def plan_attention(cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_seqlen: int) -> AttentionPlan:
+def plan_attention(
+    cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_seqlen: int, host_lengths: Any = None
+) -> AttentionPlan:
     """Share out the work of a step, once for all its layers, for ``verify_attention(..., plan=...)``.
 
     It is for ``variant="wgmma"``, and for "auto" where that takes it. Without a plan every call makes its own, by one
@@ -366,6 +369,10 @@ def plan_attention(cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_se
         Q and H of the calls.
     max_seqlen : int
         Bound on every prefix length. The caches must hold max_seqlen + Q tokens a request.
+    host_lengths : int32 [B], optional
+        The same lengths in the host's memory, where the caller has them there. Where these say that no row tile need be
+        cut, none is, and calls with the plan do without the kernel that merges: 2 to 5 us a call. Lengths that are not
+        the same cost balance, never the right result.
 
     Returns
     -------
@@ -402,9 +409,17 @@ def plan_attention(cache_seqlens: Any, *, num_nodes: int, num_heads: int, max_se
     require("wgmma", _gpu(lengths.device), _counts(batch, num_nodes, num_heads, max_seqlen, lengths.device))
     require_backend()
     sizes = Sizes(batch, num_nodes, num_heads, multiprocessors(lengths.device))
+    whole = False
+    if host_lengths is not None:
+        known = view("host_lengths", host_lengths)
+        require_dtype(known, np.int32)
+        require_shape(known, "[B]", batch)
+        if known.device != HOST:
+            raise ValueError(f"host_lengths is on GPU {known.device}; it must be in the host's memory")
+        whole = schedule.is_whole(known.as_numpy(), num_nodes, max_seqlen, sizes.row_tiles, sizes.blocks)
     parts = plan_parts(sizes)
     memory = view("plan", empty(lengths, (bytes_of(parts) // 4,), np.dtype(np.int32)))
-    found = plan_in(cut(memory, parts), sizes, max_seqlen)
+    found = replace(plan_in(cut(memory, parts), sizes, max_seqlen), merges=not whole)
     make(found, lengths)
     return found
 
@@ -418,7 +433,7 @@ def make(found: AttentionPlan, lengths: View) -> None:
     """Launch the kernel that fills a plan."""
     if found.batch == 0:
         return
-    numbers = (found.num_nodes, found.max_seqlen, found.sizes.row_tiles, found.blocks)
+    numbers = (found.num_nodes, found.max_seqlen, found.sizes.row_tiles, found.blocks, not found.merges)
     args = (lengths, *map(np.int32, numbers), found.plan, found.pieces, found.items)
     launch(schedule.plan_blocks, (1, 1, 1), schedule.THREADS, args, results=3, shared_bytes=0)
 
@@ -513,9 +528,9 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
         results=4,
         shared_bytes=wgmma.SHARED_BYTES,
     )
-    if plan.max_seqlen + sizes.num_nodes > KEYS:  # else no row tile has more than one key tile, and none is split
-        # At most two states an item; 64 parts of one where there are many splits.
-        blocks = min(sizes.slots // 2 * 64, sizes.blocks * wgmma.COMBINE_BLOCKS)
+    if plan.merges and plan.max_seqlen + sizes.num_nodes > KEYS:  # else no row tile is split
+        # An item has two states or more, and 32 parts, which eight warps each may share.
+        blocks = min(sizes.slots // 2 * 32, sizes.blocks * wgmma.COMBINE_BLOCKS)
         states = (replace(plan.plan, kind=kind), plan.items, room["states"], room["beside"])
         launch(
             wgmma.make_combine(out_kind),

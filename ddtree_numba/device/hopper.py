@@ -169,21 +169,27 @@ keep_clocks = instruction(
 
 @intrinsic
 def load_state(typingctx, at):
-    """Two eights of a state, 512 bytes apart, as float32; not ahead of what stands before it."""
+    """Four eights of a state, 512 bytes apart, as words of two float16; not ahead of what stands before it."""
 
     def codegen(context, builder, signature, args):
-        words, pair = ir.LiteralStructType([I32] * 4), ir.LiteralStructType([F32] * 2)
-        unpacked = "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\ncvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}"
         found = []
-        for k in range(2):
+        for k in range(4):
             text = f"ld.global.v4.b32 {{$0,$1,$2,$3}}, [$4+{512 * k}];"
-            four = assembly(builder, words, [args[0]], text, "=r,=r,=r,=r,l")
-            for i in range(4):
-                two = assembly(builder, pair, [builder.extract_value(four, i)], unpacked, "=f,=f,r", False)
-                found += [builder.extract_value(two, n) for n in (0, 1)]
-        return packed(builder, F32, found)
+            four = assembly(builder, ir.LiteralStructType([I32] * 4), [args[0]], text, "=r,=r,=r,=r,l")
+            found += [builder.extract_value(four, i) for i in range(4)]
+        return packed(builder, I32, found)
 
-    return floats(16)(types.int64), codegen
+    return words(16)(types.int64), codegen
+
+
+@intrinsic
+def no_state(typingctx):
+    """Words of no value."""
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(ir.ArrayType(I32, 16), ir.Undefined)
+
+    return words(16)(), codegen
 
 
 def fewer_registers(n):
@@ -299,6 +305,10 @@ def make_zeros(count):
     return zeros
 
 
+def multiply_add(builder, x, y, z):
+    return assembly(builder, F32, [x, y, z], "fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", False)
+
+
 # Fragments
 
 
@@ -364,6 +374,7 @@ def _factor(builder, old, new):
 
 
 factor = by_rows(_factor, 2)
+weights = by_rows(lambda b, x, most: exp2(b, b.fsub(x, most)), 2)  # of x, in units of log2, none larger than most
 
 
 def _inverse(builder, x):
@@ -543,6 +554,53 @@ def store_state(typingctx, acc, at, factors):
         return context.get_dummy_value()
 
     return types.void(acc, at, factors), codegen
+
+
+@intrinsic
+def add_state(typingctx, acc, state, factors):
+    """Accumulators and a state's words, times their rows' factors."""
+
+    def codegen(context, builder, signature, args):
+        e, f = elements(builder, args[0]), elements(builder, args[2])
+        text = "{\n.reg .b16 low, high;\nmov.b32 {low, high}, $2;\ncvt.f32.f16 $0, low;\ncvt.f32.f16 $1, high;\n}"
+        found = []
+        for word in elements(builder, args[1]):
+            two = assembly(builder, ir.LiteralStructType([F32] * 2), [word], text, "=f,=f,r", False)
+            for i in (0, 1):
+                k = len(found)
+                found.append(multiply_add(builder, builder.extract_value(two, i), f[half(k)], e[k]))
+        return packed(builder, F32, found)
+
+    return floats(acc.count)(acc, state, factors), codegen
+
+
+@intrinsic
+def keep_part(typingctx, acc, at):
+    """Accumulators to shared memory, 1024 bytes apart."""
+
+    def codegen(context, builder, signature, args):
+        for k, x in enumerate(elements(builder, args[0])):
+            place = builder.add(sized(builder, args[1], 32), I32(1024 * k))
+            assembly(builder, VOID, [place, x], "st.shared.f32 [$0], $1;", "r,f,~{memory}")
+        return context.get_dummy_value()
+
+    return types.void(acc, at), codegen
+
+
+@intrinsic
+def add_part(typingctx, acc, at, factors):
+    """Accumulators and as many numbers in shared memory, 1024 bytes apart, times their rows' factors."""
+
+    def codegen(context, builder, signature, args):
+        e, f = elements(builder, args[0]), elements(builder, args[2])
+        found = []
+        for k, x in enumerate(e):
+            place = builder.add(sized(builder, args[1], 32), I32(1024 * k))
+            y = assembly(builder, F32, [place], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}")
+            found.append(multiply_add(builder, y, f[half(k)], x))
+        return packed(builder, F32, found)
+
+    return floats(acc.count)(acc, at, factors), codegen
 
 
 def make_store_halves(kind):
