@@ -1631,7 +1631,7 @@ def plan_attention() -> Operator:
         refused(
             "num_heads", "2**31", set_to("num_heads", 2**31), ValueError, "^variant 'wgmma' counts up to .* for B = 3"
         ),
-        refused("host_lengths", "a list", set_to("host_lengths", [300, 0, 64]), TypeError, "^host_lengths is a builtins.list"),
+        refused("host_lengths", "a list", set_to("host_lengths", [300, 0, 64]), TypeError, "^host_lengths is a .*list"),
         refused(
             "host_lengths",
             "int64",
