@@ -1646,7 +1646,13 @@ def plan_attention() -> Operator:
             ValueError,
             r"^host_lengths has shape \[2\]; it must be \[B\] = \[3\]",
         ),
-        gives("host_lengths", "not those of cache_seqlens", set_to("host_lengths", np.zeros(3, np.int32)), "the same"),
+        gives(
+            "host_lengths",
+            "not those of cache_seqlens",
+            set_to("host_lengths", np.zeros(3, np.int32)),
+            "the same",
+            host=True,
+        ),
         gives("cache_seqlens", "-1", content("cache_seqlens", 0, -1), "as 0"),
         gives("cache_seqlens", "max_seqlen + 1", content("cache_seqlens", 0, 401), "as max_seqlen"),
     ]

@@ -287,7 +287,7 @@ def test_the_workspace_holds_what_the_kernels_index():
     assert shapes["beside"] == Part("beside", (2 * 132 + 1, 3, 64), "float32")
     assert shapes["items"].shape == (2 * 132 + 1, 8), "a row lists a state, of which there are as many as slots"
     assert shapes["maps"].shape == (132 * 64,)
-    assert shapes["plan"].shape == (8 + 3 * 132 + 40,) and shapes["pieces"].shape == (40 + 2 * 132 + 1, 8)
+    assert shapes["plan"].shape == (8 + 4 * 132 + 1 + 40,) and shapes["pieces"].shape == (40 + 2 * 132 + 1, 8)
 
 
 def test_workspace_bytes_are_those_of_the_parts(monkeypatch):

@@ -33,9 +33,9 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "longest_of_the_first_thread": (("sums[t] = max(sums[t], sums[t + step])", "sums[t] = sums[t]"),),
     "a_cap_too_small": (("take_single else high, take_single", "take_single else high - 1, take_single"),),
     "a_cap_too_large": (("take_single else high, take_single", "take_single else high + 1, take_single"),),
-    "pieces_cost_nothing": (("over(max(room - PIECE, 0), PAIR)", "over(max(room, 0), PAIR)"),),
+    "pieces_cost_nothing": (("over(max(types.int32(room - PIECE), types", "over(max(types.int32(room), types"),),
     "short_pieces_begun": (("take < left and take < LEAST:", "take < left and take < 1:"),),
-    "passed_one_too_many": (("over(left - 1, full)", "over(left - 1, full) + 1"),),
+    "passed_one_too_many": (("over(left - 1, full), stop", "over(left - 1, full) + 1, stop"),),
     "the_cut_is_the_end": (
         ("cut_request, cut_left, row_tile = b, left, types", "cut_request, cut_left, row_tile = b, 0, types"),
     ),
@@ -46,28 +46,24 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "whole_row_tiles_leave_states": (("if p > 0 or until < pairs[b]:", "if True:"),),
     "pieces_of_pairs": (("pieces[row, FIRST] = 2 * p", "pieces[row, FIRST] = p"),),
     "last_tile_twice": (("min(2 * until, tiles) - 2 * p", "2 * until - 2 * p"),),
-    "chain_ends_early": (("pieces[row, NEXT] = found[0]", "pieces[row, NEXT] = -1"),),
-    "second_pieces_of_two_blocks_in_one_row": (("    found[0] += blocks\n", "    found[0] = blocks\n"),),
-    "items_of_two_threads_in_one_row": (
-        (
-            "found[k] = _scan(sums, t, counted) - counted",
-            "found[k] = _scan(sums, t, counted) - counted if k != 1 else 0",
-        ),
+    "chain_ends_early": (("pieces[row, NEXT] = n\n", "pieces[row, NEXT] = -1\n"),),
+    "second_pieces_of_two_blocks_in_one_row": (("n = blocks + _scan(sums, t, n) - n", "n = blocks"),),
+    "items_of_two_threads_in_one_row": (("m = _scan(sums, t, m) - m", "m = _scan(sums, t, m) * 0"),),
+    "items_of_two_blocks_in_one_row": (
+        ("                m += 1\n        if write:", "                m += 0\n        if write:"),
     ),
-    "states_of_two_threads_in_one_place": (
-        (
-            "found[k] = _scan(sums, t, counted) - counted",
-            "found[k] = _scan(sums, t, counted) - counted if k < 2 else 0",
-        ),
-    ),
-    "states_of_two_items_in_one_place": (("found[2] += num\n", "found[2] += 0\n"),),
-    "items_not_counted": (("begins[ITEMS] = sums[t]", "begins[ITEMS] = 0"),),
+    "states_of_two_threads_in_one_place": (("_scan(sums, t, states) - states", "_scan(sums, t, states) * 0"),),
+    "states_of_two_blocks_in_one_place": (("            place += states\n", "            place += 0\n"),),
+    "items_not_counted": (("begins[ITEMS] = num_items", "begins[ITEMS] = 0"),),
     "idle_blocks_not_told": (("        pieces[c, COUNT] = 0\n        pieces[c, NEXT] = -1\n", "        pass\n"),),
-    "states_of_the_teams_alone": (("if begins[CUT_REQUEST] != b or begins[CUT_PAIR] == 0:", "if True:"),),
-    "a_block_that_begins_at_the_cut_forgotten": (
-        ("if c == begins[USED] or begins[HEADER + 3 * c + 2] != begins[CUT_PAIR]:", "if True:"),
+    "states_not_cleared": (("        begins[places + c] = 0\n", "        pass\n"),),
+    "states_behind_the_cut_in_an_item_of_their_own": (
+        ("    if b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0:", "    if b < 0:"),
     ),
-    "begun_in_any_row_tile": (("(begins[at] == row_tile) & ", ""),),
+    "states_behind_the_cut_first": (("begins[TEAMS] - first + c - at_cut", "c - at_cut"),),
+    "held_by_the_next": (("            low = middle\n", "            low = min(middle + 1, high)\n"),),
+    "held_in_any_row_tile": (("if of_row_tile < row_tile or of_row_tile == row_tile and earlier:", "if earlier:"),),
+    "last_states_not_counted": (("begins[places + first] = number + 1", "begins[places + first] = number"),),
     "too_few_splits": (("begins[SPLITS] = splits", "begins[SPLITS] = 1"),),
 }
 

@@ -61,7 +61,8 @@ def slots(row_tiles, blocks):
 
 
 # The plan: a header; where blocks are many, the places where teams begin, then those where the other blocks do, by
-# their number, three words each; where requests are many, the pairs of each. Else these two are in shared memory.
+# their number, three words each, and where states are listed of the item that a block begins, one word each and one
+# behind them; where requests are many, the pairs of each. Else all but the header is in shared memory.
 # Pieces: one row for each block's first one, then the others; NEXT is the row of the next one, -1 behind the last.
 # Items: row tiles that are split; column LISTED has the slots of their states, those of one item behind those of the
 # other, in the order of keys.
@@ -71,11 +72,11 @@ STATES, NUM, LISTED, ITEM_FIELDS = 2, 3, 4, 8  # of an item beside request and r
 THREADS = 8 if runtime.SIMULATOR else 256  # Python threads are dear in the simulator
 CAPS = THREADS // 2  # tried at once, of plans of single pieces and of others
 NEAR_REQUESTS, NEAR_BLOCKS = (8, 8) if runtime.SIMULATOR else (1024, 256)  # of more, what is known is in the plan
-NEAR_WORDS = HEADER + 3 * NEAR_BLOCKS
+NEAR_WORDS = HEADER + 4 * NEAR_BLOCKS + 1
 
 
 def plan_words(batch, blocks):
-    return HEADER + 3 * blocks + batch
+    return HEADER + 4 * blocks + 1 + batch
 
 
 def most_pieces(batch, row_tiles, blocks):
@@ -117,15 +118,14 @@ def _largest(sums, t, x):
 @_device
 def _fitting(room):
     """Pairs of a piece that this much is left for."""
-    return types.int32(over(max(room - PIECE, 0), PAIR))
+    return over(max(types.int32(room - PIECE), types.int32(0)), PAIR)
 
 
 @_device
 def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
     """Whether blocks that take so much each cover all work; ``write``: keep where they begin, and the header.
 
-    One loop over pieces, whatever they are, since threads of a warp walk with caps of their own. Who does not write
-    passes over the blocks that have nothing but a part of one request.
+    One loop over pieces, whatever they are, since threads of a warp walk with caps of their own.
     """
     teams = over(blocks, row_tiles)
     stop = teams
@@ -143,14 +143,15 @@ def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
                 i, stop = types.int32(teams * row_tiles), types.int32(blocks)
             if i >= stop or single and row_tile >= 0:
                 return False
+            # and those behind it that have nothing but a part of the same request
+            passed = types.int32(min(over(left - 1, full), stop - 1 - i)) if left > full else types.int32(0)
             if write:
-                begins[HEADER + 3 * i] = row_tile
-                begins[HEADER + 3 * i + 1] = b
-                begins[HEADER + 3 * i + 2] = pairs[b] - left
-            elif left > full:
-                passed = min(over(left - 1, full), stop - 1 - i)
-                i = types.int32(i + passed)
-                left = types.int32(left - passed * full)
+                for n in range(passed + 1):
+                    begins[HEADER + 3 * (i + n)] = row_tile
+                    begins[HEADER + 3 * (i + n) + 1] = b
+                    begins[HEADER + 3 * (i + n) + 2] = pairs[b] - left + n * full
+            i = types.int32(i + passed)
+            left = types.int32(left - passed * full)
             room = types.int32(cap)
             take = min(full, left)
         room = types.int32(0 if single else room - PIECE - take * PAIR)
@@ -173,59 +174,50 @@ def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
 
 
 @_device
-def _begins_in(begins, i, row_tile, b):
-    """Whether a team or block begins within a request, in this row tile of it."""
-    at = HEADER + 3 * i
-    return (begins[at] == row_tile) & (begins[at + 1] == b) & (begins[at + 2] > 0)
+def _holder(begins, low, high, row_tile, b, p):
+    """The last one of the teams or blocks from low to high that begins no later than a place."""
+    while low < high:
+        middle = (low + high + 1) >> 1
+        at = HEADER + 3 * middle
+        of_row_tile, of_request = begins[at], begins[at + 1]
+        earlier = of_request < b or of_request == b and begins[at + 2] <= p
+        if of_row_tile < row_tile or of_row_tile == row_tile and earlier:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 @_device
-def _list(items, place, i, slot, write):
-    if write:
-        items[place + i, LISTED] = slot
-
-
-@_device
-def _states_of(begins, c, b, row_tile, slot, row_tiles, blocks, items, place, write):
-    """How many states an item has, whose first piece is a block's and leaves one in this slot."""
-    num = 1
-    _list(items, place, 0, slot, write)
+def _state_at(begins, c, row_tile, b, p, row_tiles, blocks):
+    """Of a split item's piece: the block that has the first piece, and the piece's number among all."""
     teams = over(blocks, row_tiles)
     k = over(c, row_tiles)
-    c += 1
+    if p == 0:
+        return c, 0
     if k < teams:
-        k += 1
-        while k < begins[TEAMS] and _begins_in(begins, k, -1, b):
-            _list(items, place, num, 2 * (k * row_tiles + row_tile), write)
-            num += 1
-            k += 1
-        if begins[CUT_REQUEST] != b or begins[CUT_PAIR] == 0:
-            return num
-        # The piece at the cut, which a block may begin with, or be amid others of its own
-        c = teams * row_tiles
-        while c < begins[USED] and not _begins_in(begins, c, row_tile, b):
-            c += 1
-        if c == begins[USED] or begins[HEADER + 3 * c + 2] != begins[CUT_PAIR]:
-            _list(items, place, num, 2 * blocks + row_tile, write)
-            num += 1
-    while c < begins[USED] and _begins_in(begins, c, row_tile, b):
-        _list(items, place, num, 2 * c, write)
-        num += 1
-        c += 1
-    return num
+        first = _holder(begins, 0, k, -1, b, 0)
+        return first * row_tiles + row_tile, k - first
+    if b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0:
+        first = _holder(begins, 0, begins[TEAMS] - 1, -1, b, 0)
+        at_cut = _holder(begins, teams * row_tiles, c, row_tile, b, begins[CUT_PAIR])
+        return first * row_tiles + row_tile, begins[TEAMS] - first + c - at_cut
+    first = _holder(begins, teams * row_tiles, c, row_tile, b, 0)
+    return first, c - first
 
 
 @_device
-def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, write):
-    """Count the pieces of a block, its items and their states; write: from the numbers that ``found`` has on.
+def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, n, m, write):
+    """The pieces of a block behind its first one; ``write``: these, from row n on, its item, in row m, and states.
 
-    found : pieces behind blocks' first ones, items, states, the most states of an item
+    Not to write: only the numbers of states of the items whose last pieces it has, beside where blocks begin.
     """
     teams = over(blocks, row_tiles)
     k = over(c, row_tiles)
     of_team = k < teams
     i = k if of_team else c
     stop = begins[TEAMS] if of_team else begins[USED]
+    places = HEADER + 3 * blocks
     order, row = 0, c
     if write:
         pieces[c, COUNT] = 0
@@ -246,11 +238,16 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
                     slot = 2 * c
                 elif p > 0 and b == begins[CUT_REQUEST] and p == begins[CUT_PAIR]:
                     slot = 2 * blocks + row_tile
+                first, number = _state_at(begins, c, row_tile, b, p, row_tiles, blocks)
+                if write:
+                    items[begins[places + first] + number, LISTED] = slot
+                elif until == pairs[b]:
+                    begins[places + first] = number + 1
             if order > 0:
                 if write:
-                    pieces[row, NEXT] = found[0]
-                row = found[0]
-                found[0] += 1
+                    pieces[row, NEXT] = n
+                row = n
+                n += 1
             if write:
                 tiles = key_tiles(lengths, b, num_nodes, max_seqlen)
                 pieces[row, REQUEST] = b
@@ -261,22 +258,18 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
                 pieces[row, PREFIX] = _clamped(lengths, b, max_seqlen)
                 pieces[row, NEXT] = -1
                 pieces[row, ORDER] = order
+                if slot >= 0 and p == 0:
+                    items[m, REQUEST] = b
+                    items[m, ROW_TILE] = row_tile
+                    items[m, STATES] = begins[places + c]
+                    items[m, NUM] = begins[places + c + 1] - begins[places + c]
             order += 1
-            if slot >= 0 and p == 0:
-                num = _states_of(begins, c, b, row_tile, slot, row_tiles, blocks, items, found[2], write)
-                if write:
-                    items[found[1], REQUEST] = b
-                    items[found[1], ROW_TILE] = row_tile
-                    items[found[1], STATES] = found[2]
-                    items[found[1], NUM] = num
-                found[1] += 1
-                found[2] += num
-                found[3] = max(found[3], num)
             b += 1
             p = 0
             if b == batch:
                 row_tile += 1
                 b, p = begins[CUT_REQUEST], begins[CUT_PAIR]
+    return n
 
 
 @cuda.jit
@@ -289,7 +282,7 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, whole, plan, 
     sums = cuda.shared.array(THREADS, types.int32)
     batch = lengths.shape[0]
     near_pairs = cuda.shared.array(NEAR_REQUESTS, types.int32)
-    pairs = near_pairs if batch <= NEAR_REQUESTS else plan[HEADER + 3 * blocks :]
+    pairs = near_pairs if batch <= NEAR_REQUESTS else plan[HEADER + 4 * blocks + 1 :]
     near_begins = cuda.shared.array(NEAR_WORDS, types.int32)
     begins = near_begins if blocks <= NEAR_BLOCKS else plan
 
@@ -340,31 +333,46 @@ def plan_blocks(lengths, num_nodes, max_seqlen, row_tiles, blocks, whole, plan, 
         _walk(pairs, batch, row_tiles, blocks, single_high if take_single else high, take_single, begins, True)
     cuda.syncthreads()
 
-    # Phase 3: the pieces of each block, counted, then written
+    # Phase 3: the pieces of each block, counted, then written; a block has the first piece of one split item at most
     each = over(blocks + THREADS - 1, THREADS)
     start, stop = min(t * each, blocks), min(t * each + each, blocks)
-    found = cuda.local.array(4, types.int32)
-    for k in range(4):
-        found[k] = 0
+    places = HEADER + 3 * blocks
     for c in range(start, stop):
-        _pieces_of(
-            c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, False
-        )
-    for k in range(3):
-        counted = found[k]
-        found[k] = _scan(sums, t, counted) - counted
-        if k == 1 and t == THREADS - 1:
-            begins[ITEMS] = sums[t]
-    splits = _largest(sums, t, found[3])
-    if t == 0:
-        begins[SPLITS] = splits
-        for k in range(HEADER):
-            plan[k] = begins[k]
-    found[0] += blocks
-    for c in range(start, stop):
-        _pieces_of(
-            c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, found, True
-        )
+        begins[places + c] = 0
+    n, m = 0, 0
+    for phase in range(2):
+        cuda.syncthreads()
+        write = phase == 1
+        for c in range(start, stop):
+            n = _pieces_of(
+                c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, blocks, begins, pieces, items, n, m, write
+            )
+            if write and begins[places + c + 1] > begins[places + c]:
+                m += 1
+        if write:
+            break
+        cuda.syncthreads()
+        states, splits = 0, 0
+        for c in range(start, stop):
+            m += 1 if begins[places + c] > 0 else 0
+            states += begins[places + c]
+            splits = max(splits, begins[places + c])
+        n = blocks + _scan(sums, t, n) - n
+        m = _scan(sums, t, m) - m
+        num_items = sums[THREADS - 1]
+        place = _scan(sums, t, states) - states
+        splits = _largest(sums, t, splits)
+        for c in range(start, stop):
+            states = begins[places + c]
+            begins[places + c] = place
+            place += states
+        if start < stop == blocks:
+            begins[places + blocks] = place
+        if t == 0:
+            begins[ITEMS] = num_items
+            begins[SPLITS] = splits
+            for k in range(HEADER):
+                plan[k] = begins[k]
 
 
 def is_whole(lengths, num_nodes, max_seqlen, row_tiles, blocks):
