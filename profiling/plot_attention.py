@@ -10,7 +10,7 @@ From attention_error.csv:
 
 From verify_attention.csv, with the ceilings of ceilings.csv where they are measured:
 
-- attention_speed: TFLOP/s at the shapes of the tables, beside PyTorch's eager attention of the same run.
+- attention_speed: TFLOP/s at the shapes of the tables, beside PyTorch's eager attention.
 - attention_kv, attention_nodes, attention_heads, attention_batch, attention_pages: TFLOP/s and GB/s against the one
   size that a sweep changes, below the roof that the ceilings allow.
 - attention_roofline: TFLOP/s of all that is measured against the FLOPs for each byte.
@@ -33,6 +33,7 @@ from style import Drawing, Label, Rows, Theme
 DTYPES = ("float32", "float16", "bfloat16")
 SPREADS = {"2": "logits of standard deviation 2", "0.02": "of 0.02: an all but flat softmax"}
 DASHES = (0, (4, 3))
+TICK = 0.62  # inches that the number of a tick takes
 KEYS = (16, 128, 1024, 8192, 65536)
 
 Points = tuple[list[float], list[float]]
@@ -70,7 +71,7 @@ def known_dtype(rows: Rows) -> Rows:
 
 def name_all(figure: plt.Figure, labels: list[tuple[Axes, list[Label]]], left: float, across: float) -> None:
     """Margins and names of a grid of panels: beside the panels where these have many curves."""
-    many = max(len(names) for _, names in labels) > 5
+    many = max(len(names) for _, names in labels) > 6
     room = {"across": across + 1.25, "right": 1.4} if many else {"across": across}
     style.margins(figure, left=left, top=0.68, bottom=0.5, down=0.3, **room)
     for axes, names in labels:
@@ -138,7 +139,6 @@ def draw_errors_against(theme: Theme, rows: Rows, x: str, known: dict[str, str],
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.margins(x=0.06, y=0.12)
-            style.fixed_ticks(axes.xaxis, style.spread_out(sizes, 12 // len(dtypes)))
             how = style.power_of_ten if column == "rel_frobenius" else style.plain
             style.log_ticks(axes.yaxis, how)
             labels.append((axes, names))
@@ -147,6 +147,9 @@ def draw_errors_against(theme: Theme, rows: Rows, x: str, known: dict[str, str],
     style.headline(figure, theme, head, style.gpu_of(rows))
     style.below(figure, theme, what)
     name_all(figure, labels, left=0.95, across=0.65)
+    for axes, _ in labels:  # names beside the curves leave less room
+        most = max(2, int(axes.get_position().width * figure.get_figwidth() / TICK))
+        style.fixed_ticks(axes.xaxis, style.spread_out(sizes, min(most, 12 // len(dtypes))))
     return figure
 
 
@@ -374,7 +377,7 @@ DRAWINGS = (
     ),
     Drawing(
         *("attention_speed", ("verify_attention",), draw_speed),
-        "TFLOP/s at each shape, beside PyTorch's eager attention of the same run.",
+        "TFLOP/s at each shape, beside PyTorch's eager attention.",
     ),
     Drawing(
         *("attention_kv", SPEEDS),

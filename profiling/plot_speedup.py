@@ -126,7 +126,9 @@ def draw(theme: Theme, *files: Rows) -> plt.Figure | None:
     axes.set_yticks(heights, names)
     axes.grid(False, axis="y")
     axes.set_ylim(height - 0.4, -0.7)
-    style.headline(figure, theme, "Time of others over ours, the same problem in the same run", style.gpu_of(*files))
+    style.headline(
+        figure, theme, "Time of others over ours, the same problem on the same model of GPU", style.gpu_of(*files)
+    )
     style.below(figure, theme, "their time / ours: right of the line they take longer", x=0.6)
     style.margins(figure, left=2.3, top=0.62, bottom=0.5)
     box = axes.get_position()
@@ -202,7 +204,7 @@ def draw_file(path: Path, out: Path) -> list[str]:
 DRAWINGS = (
     Drawing(
         *("speedup", FILES, draw),
-        "Time of each peer over the time of ours for the same problem in the same run: a dot for each problem, the "
+        "Time of each peer over the time of ours for the same problem on the same model of GPU: a dot for each problem, the "
         "tick and the number are the median.",
     ),
 )

@@ -79,6 +79,8 @@ LOOKS = {
     "flash": Look("flash", "blue", "o", True),
     "flash_small": Look("flash, small tiles", "sky", "o", True),
     "mma": Look("mma", "olive", "p", True),
+    "wgmma": Look("wgmma", "indigo", "*", True),
+    "wgmma_planned": Look("wgmma, planned", "indigo", "*", True),
     "three_phase": Look("three_phase", "green", "s", True),
     "frontier": Look("GPU frontier", "blue", "o", True),
     "heap": Look("GPU heap", "green", "s", True),
