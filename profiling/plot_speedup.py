@@ -204,7 +204,7 @@ def draw_file(path: Path, out: Path) -> list[str]:
 DRAWINGS = (
     Drawing(
         *("speedup", FILES, draw),
-        "Time of each peer over the time of ours for the same problem on the same model of GPU: a dot for each problem, "
+        "Time of each peer over that of ours for the same problem on the same model of GPU: a dot for each problem; "
         "the tick and the number are the median.",
     ),
 )
