@@ -33,13 +33,13 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "longest_of_the_first_thread": (("sums[t] = max(sums[t], sums[t + step])", "sums[t] = sums[t]"),),
     "a_cap_too_small": (("take_single else high, take_single", "take_single else high - 1, take_single"),),
     "a_cap_too_large": (("take_single else high, take_single", "take_single else high + 1, take_single"),),
-    "pieces_cost_nothing": (("over(max(types.int32(room - PIECE), types", "over(max(types.int32(room), types"),),
+    "pieces_cost_nothing": (("over(max(_i32(room - PIECE), _i32", "over(max(_i32(room), _i32"),),
     "short_pieces_begun": (("take < left and take < LEAST:", "take < left and take < 1:"),),
     "passed_one_too_many": (("over(left - 1, full), stop", "over(left - 1, full) + 1, stop"),),
     "the_cut_is_the_end": (
-        ("cut_request, cut_left, row_tile = b, left, types", "cut_request, cut_left, row_tile = b, 0, types"),
+        ("cut_request, cut_left, row_tile = b, left, _i32", "cut_request, cut_left, row_tile = b, 0, _i32"),
     ),
-    "second_slot_is_the_first": (("slot = 2 * c + 1\n", "slot = 2 * c\n"),),
+    "second_slot_is_the_first": (("slot = _i32(2 * c + 1)\n", "slot = _i32(2 * c)\n"),),
     "no_slot_behind_the_teams": (
         ("elif p > 0 and b == begins[CUT_REQUEST]", "elif p < 0 and b == begins[CUT_REQUEST]"),
     ),
@@ -58,9 +58,9 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "idle_blocks_not_told": (("        pieces[c, COUNT] = 0\n        pieces[c, NEXT] = -1\n", "        pass\n"),),
     "states_not_cleared": (("        begins[places + c] = 0\n", "        pass\n"),),
     "states_behind_the_cut_in_an_item_of_their_own": (
-        ("    if b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0:", "    if b < 0:"),
+        ("of_team or b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0", "of_team"),
     ),
-    "states_behind_the_cut_first": (("begins[TEAMS] - first + c - at_cut", "c - at_cut"),),
+    "states_behind_the_cut_first": (("k = _i32(begins[TEAMS] + c) - _holder", "k = first + _i32(c) - _holder"),),
     "held_by_the_next": (("            low = middle\n", "            low = min(middle + 1, high)\n"),),
     "held_in_any_row_tile": (("if of_row_tile < row_tile or of_row_tile == row_tile and earlier:", "if earlier:"),),
     "last_states_not_counted": (("begins[places + first] = number + 1", "begins[places + first] = number"),),

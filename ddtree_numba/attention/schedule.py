@@ -36,12 +36,13 @@ LEAST = 2  # pairs, of a piece behind others that the cap cuts short
 SLACK = PIECE + (PIECE + LEAST * PAIR)  # more than a block that is not the last one leaves of its cap
 
 _device = cuda.jit(device=True, inline="always")
+_i32 = types.int32  # sums of two are of 64 bits, which take two registers
 
 
 @_device
 def over(a, b):
     """a // b of numbers from 0 to 2**31 - 1: in 32 bits, and without the call that a signed division takes."""
-    return types.int32(types.uint32(a) // types.uint32(b))
+    return _i32(types.uint32(a) // types.uint32(b))
 
 
 @_device
@@ -118,7 +119,7 @@ def _largest(sums, t, x):
 @_device
 def _fitting(room):
     """Pairs of a piece that this much is left for."""
-    return over(max(types.int32(room - PIECE), types.int32(0)), PAIR)
+    return over(max(_i32(room - PIECE), _i32(0)), PAIR)
 
 
 @_device
@@ -130,40 +131,40 @@ def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
     teams = over(blocks, row_tiles)
     stop = teams
     full = _fitting(cap)
-    b, left, room = types.int32(0), types.int32(pairs[0]), types.int32(0)
-    cut_request, cut_left = types.int32(batch), types.int32(0)
-    i, row_tile = types.int32(-1), types.int32(-1)  # the team or block; of teams no row tile
+    b, left, room = _i32(0), _i32(pairs[0]), _i32(0)
+    cut_request, cut_left = _i32(batch), _i32(0)
+    i, row_tile = _i32(-1), _i32(-1)  # the team or block; of teams no row tile
     while row_tile < row_tiles:
         take = min(_fitting(room), left)
         if take < left and take < LEAST:
             # The next team or block
-            i = types.int32(i + 1)
+            i = _i32(i + 1)
             if i == teams and row_tile < 0:
-                cut_request, cut_left, row_tile = b, left, types.int32(0)
-                i, stop = types.int32(teams * row_tiles), types.int32(blocks)
+                cut_request, cut_left, row_tile = b, left, _i32(0)
+                i, stop = _i32(teams * row_tiles), _i32(blocks)
             if i >= stop or single and row_tile >= 0:
                 return False
             # and those behind it that have nothing but a part of the same request
-            passed = types.int32(min(over(left - 1, full), stop - 1 - i)) if left > full else types.int32(0)
+            passed = _i32(min(over(left - 1, full), stop - 1 - i)) if left > full else _i32(0)
             if write:
                 for n in range(passed + 1):
                     begins[HEADER + 3 * (i + n)] = row_tile
                     begins[HEADER + 3 * (i + n) + 1] = b
                     begins[HEADER + 3 * (i + n) + 2] = pairs[b] - left + n * full
-            i = types.int32(i + passed)
-            left = types.int32(left - passed * full)
-            room = types.int32(cap)
+            i = _i32(i + passed)
+            left = _i32(left - passed * full)
+            room = _i32(cap)
             take = min(full, left)
-        room = types.int32(0 if single else room - PIECE - take * PAIR)
-        left = types.int32(left - take)
+        room = _i32(0 if single else room - PIECE - take * PAIR)
+        left = _i32(left - take)
         if left == 0:
-            b = types.int32(b + 1)
+            b = _i32(b + 1)
             if b == batch:
                 if row_tile < 0:
                     break
-                b, left, row_tile = cut_request, cut_left, types.int32(row_tile + 1)
+                b, left, row_tile = cut_request, cut_left, _i32(row_tile + 1)
             else:
-                left = types.int32(pairs[b])
+                left = _i32(pairs[b])
     if write:
         begins[SINGLE] = 1 if single else 0
         begins[TEAMS] = i + 1 if row_tile < 0 else teams
@@ -176,34 +177,37 @@ def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
 @_device
 def _holder(begins, low, high, row_tile, b, p):
     """The last one of the teams or blocks from low to high that begins no later than a place."""
+    low, high = _i32(low), _i32(high)
     while low < high:
-        middle = (low + high + 1) >> 1
+        middle = _i32((low + high + 1) >> 1)
         at = HEADER + 3 * middle
         of_row_tile, of_request = begins[at], begins[at + 1]
         earlier = of_request < b or of_request == b and begins[at + 2] <= p
         if of_row_tile < row_tile or of_row_tile == row_tile and earlier:
             low = middle
         else:
-            high = middle - 1
+            high = _i32(middle - 1)
     return low
 
 
 @_device
 def _state_at(begins, c, row_tile, b, p, row_tiles, blocks):
     """Of a split item's piece: the block that has the first piece, and the piece's number among all."""
+    if p == 0:
+        return _i32(c), _i32(0)
     teams = over(blocks, row_tiles)
     k = over(c, row_tiles)
-    if p == 0:
-        return c, 0
-    if k < teams:
-        first = _holder(begins, 0, k, -1, b, 0)
-        return first * row_tiles + row_tile, k - first
-    if b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0:
-        first = _holder(begins, 0, begins[TEAMS] - 1, -1, b, 0)
-        at_cut = _holder(begins, teams * row_tiles, c, row_tile, b, begins[CUT_PAIR])
-        return first * row_tiles + row_tile, begins[TEAMS] - first + c - at_cut
-    first = _holder(begins, teams * row_tiles, c, row_tile, b, 0)
-    return first, c - first
+    of_team = k < teams
+    begun_by_team = of_team or b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0
+    low, high = _i32(teams * row_tiles), _i32(c)
+    if begun_by_team:
+        low, high = _i32(0), k if of_team else _i32(begins[TEAMS] - 1)
+    first = _holder(begins, low, high, -1 if begun_by_team else row_tile, b, 0)
+    if not begun_by_team:
+        return first, _i32(c - first)
+    if not of_team:
+        k = _i32(begins[TEAMS] + c) - _holder(begins, teams * row_tiles, c, row_tile, b, begins[CUT_PAIR])
+    return _i32(first * row_tiles + row_tile), _i32(k - first)
 
 
 @_device
@@ -218,26 +222,26 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
     i = k if of_team else c
     stop = begins[TEAMS] if of_team else begins[USED]
     places = HEADER + 3 * blocks
-    order, row = 0, c
+    order, row, n = _i32(0), _i32(c), _i32(n)
     if write:
         pieces[c, COUNT] = 0
         pieces[c, NEXT] = -1
     if i < stop:
         row_tile, b, p = begins[HEADER + 3 * i], begins[HEADER + 3 * i + 1], begins[HEADER + 3 * i + 2]
-        last, end, end_pair = row_tiles, begins[CUT_REQUEST], begins[CUT_PAIR]
+        last, end, end_pair = _i32(row_tiles), begins[CUT_REQUEST], begins[CUT_PAIR]
         if i + 1 < stop:
             last, end, end_pair = begins[HEADER + 3 * i + 3], begins[HEADER + 3 * i + 4], begins[HEADER + 3 * i + 5]
         if of_team:
-            row_tile = last = c - k * row_tiles
+            row_tile = last = _i32(c - k * row_tiles)
         while row_tile < last or row_tile == last and (b < end or b == end and p < end_pair):
             until = end_pair if row_tile == last and b == end else pairs[b]
-            slot = -1
+            slot = _i32(-1)
             if p > 0 or until < pairs[b]:
-                slot = 2 * c + 1
+                slot = _i32(2 * c + 1)
                 if order == 0:
-                    slot = 2 * c
+                    slot = _i32(2 * c)
                 elif p > 0 and b == begins[CUT_REQUEST] and p == begins[CUT_PAIR]:
-                    slot = 2 * blocks + row_tile
+                    slot = _i32(2 * blocks + row_tile)
                 first, number = _state_at(begins, c, row_tile, b, p, row_tiles, blocks)
                 if write:
                     items[begins[places + first] + number, LISTED] = slot
@@ -247,7 +251,7 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
                 if write:
                     pieces[row, NEXT] = n
                 row = n
-                n += 1
+                n = _i32(n + 1)
             if write:
                 tiles = key_tiles(lengths, b, num_nodes, max_seqlen)
                 pieces[row, REQUEST] = b
@@ -263,11 +267,10 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
                     items[m, ROW_TILE] = row_tile
                     items[m, STATES] = begins[places + c]
                     items[m, NUM] = begins[places + c + 1] - begins[places + c]
-            order += 1
-            b += 1
-            p = 0
+            order = _i32(order + 1)
+            b, p = _i32(b + 1), _i32(0)
             if b == batch:
-                row_tile += 1
+                row_tile = _i32(row_tile + 1)
                 b, p = begins[CUT_REQUEST], begins[CUT_PAIR]
     return n
 
