@@ -672,8 +672,8 @@ def mirror(
 ):
     """`plan_blocks`, `wgmma` and `combine` in NumPy: the same pieces, references and roundings.
 
-    Its sums of products are in the order of ptx.py's twins, and the states of a row tile are merged four by four from
-    the first on: a GPU adds in orders of its own.
+    Its sums of products are in the order of ptx.py's twins, and the states of a row tile are merged three by three
+    from the first on: a GPU adds in orders of its own.
     """
     _, num_nodes, num_heads, _ = q_nope.shape
     num_pages, page_size, _ = kv_cache.shape
@@ -749,8 +749,8 @@ def kept(values):
 def merged(states):
     """Of the states of one row tile: their mean by weights exp(lse), and its lse."""
     m, l, x = LOWEST, ZERO, ZERO
-    for first in range(0, len(states), 4):
-        some = states[first : first + 4]
+    for first in range(0, len(states), 3):
+        some = states[first : first + 3]
         most = functools.reduce(np.maximum, [e for _, e in some], m)
         scale = np.exp(m - most)
         m, l, x = most, l * scale, x * np.asarray(scale)[..., None]
