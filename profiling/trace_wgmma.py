@@ -30,7 +30,7 @@ from harness import MACHINE, Job, Row, spoil
 
 import ddtree_numba as dd
 from ddtree_numba.attention import clocks, remembered, wgmma_host
-from ddtree_numba.device.arrays import View, view
+from ddtree_numba.device.arrays import view
 from ddtree_numba.device.launch import multiprocessors
 
 CASE = Case((1, 64, 17, 32768), "bfloat16", page_size=64)
@@ -60,15 +60,15 @@ class Gpu(bench_verify_attention.Gpu):
 
 @contextmanager
 def clocked_kernel(gpu: Gpu) -> Iterator[Any]:
-    """Calls of wgmma take the kernel with clocks meanwhile; gives the array `maps`, which has the clocks too."""
+    """Calls of wgmma take the kernel with clocks meanwhile; gives the array of the clocks."""
     from ddtree_numba.attention import wgmma  # compiles for a GPU alone
 
     blocks = multiprocessors(gpu.torch.cuda.current_device())
     memory = gpu.torch.zeros(clocks.words(blocks), dtype=gpu.torch.int64, device=gpu.place)
-    room, usual = view("maps", memory), wgmma_host.launch
+    place, usual = (view("clocks", memory).pointer,), wgmma_host.launch
 
     def launch(kernel: Any, blocks: Any, threads: int, args: tuple[Any, ...], **how: Any) -> None:
-        args = tuple(room if isinstance(x, View) and x.name == "maps" else x for x in args)
+        args = tuple(place if x is wgmma_host.NO_CLOCKS else x for x in args)
         usual(kernel, blocks, threads, args, **how)
 
     remembered.forget()
@@ -82,11 +82,9 @@ def clocked_kernel(gpu: Gpu) -> Iterator[Any]:
         remembered.forget()  # a launch with clocks would write to memory that is gone
 
 
-def clocks_of(maps: np.ndarray) -> np.ndarray:
-    """The clocks [blocks, warpgroup, pair, event, word] behind the tensor maps."""
-    shape = (2, clocks.PAIRS, clocks.EVENTS, clocks.WORDS)
-    blocks = len(maps) // clocks.words(1)
-    return maps[blocks * clocks.MAP_WORDS :].reshape(blocks, *shape)
+def clocks_of(memory: np.ndarray) -> np.ndarray:
+    """The clocks [blocks, warpgroup, pair, event, word]."""
+    return memory.reshape(-1, 2, clocks.PAIRS, clocks.EVENTS, clocks.WORDS)
 
 
 def cycle_of(found: np.ndarray) -> float:

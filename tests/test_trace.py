@@ -36,7 +36,7 @@ def places() -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for call in sorted(calls, key=lambda call: call.lineno):
         *given, warpgroup, event = map(ast.unparse, call.args)
-        assert given == ["maps", "n", "j"]
+        assert given == ["clocks", "n", "j"]
         found.setdefault(int(warpgroup), []).append(event)
     return found
 
@@ -67,12 +67,10 @@ def passed(block: int) -> np.ndarray:
 
 
 def made_up(tick: int = 1) -> np.ndarray:
-    """The array ``maps``, whose timer moves on by so many nanoseconds at a time."""
-    maps = np.full(clocks.words(BLOCKS), -1, np.int64)
+    """The clocks, whose timer moves on by so many nanoseconds at a time."""
     found = np.stack([passed(block) for block in range(BLOCKS)])
     times = np.where(found > 0, (5e6 + (found % 10**9) * CYCLE).astype(np.int64) // tick * tick, 0)
-    maps[BLOCKS * clocks.MAP_WORDS :] = np.stack([found, times], axis=-1).reshape(-1)
-    return maps
+    return np.stack([found, times], axis=-1).reshape(-1)
 
 
 @pytest.mark.parametrize("tick", [1, 32, 1024])
@@ -119,7 +117,7 @@ class Gpu:
     """Stands in for trace_wgmma.Gpu; its memory of clocks is filled by whoever calls between `zero_` and the end."""
 
     def __init__(self, differs_from_call: int = 10**6):
-        self.calls, self.differs, self.maps = 0, differs_from_call, None
+        self.calls, self.differs, self.memory = 0, differs_from_call, None
         self.out = np.zeros(4)
 
     def inputs(self, case):
@@ -132,23 +130,23 @@ class Gpu:
     def call(self):
         self.out[:] = 2.0 if self.calls >= self.differs else 1.0
         self.calls += 1
-        if self.maps is not None:
-            self.maps = made_up()
+        if self.memory is not None:
+            self.memory = made_up()
 
     def alone(self, call):
         call()
-        return 100.0 + 0.5 * (self.maps is not None), 0.1
+        return 100.0 + 0.5 * (self.memory is not None), 0.1
 
     @contextmanager
     def clocked(self, _):
-        self.maps = np.zeros(0)
+        self.memory = np.zeros(0)
         yield self
 
     def zero_(self):
-        self.maps = np.zeros(clocks.words(BLOCKS), np.int64)
+        self.memory = np.zeros(clocks.words(BLOCKS), np.int64)
 
     def to_host(self, _):
-        return self.maps
+        return self.memory
 
     def same_bits(self, a, b):
         return a.tobytes() == b.tobytes()
@@ -205,7 +203,7 @@ torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0), int64=np
 gpu = SimpleNamespace(torch=torch, place="cuda")
 calls = []
 usual = lambda kernel, blocks, threads, args, **how: calls.append((kernel, args, how))
-maps, out = (View(name, "numpy", -1, 0, (640,), (8,), np.dtype(np.int64), False, None) for name in ("maps", "out"))
+out = View("out", "numpy", -1, 0, (640,), (8,), np.dtype(np.int64), False, None)
 plain = wgmma.make_kernel
 remembered.keep("call", None)
 with mock.patch.multiple(wgmma_host, launch=usual), mock.patch.object(trace_wgmma, "multiprocessors", lambda _: 10):
@@ -213,11 +211,11 @@ with mock.patch.multiple(wgmma_host, launch=usual), mock.patch.object(trace_wgmm
         assert "call" not in remembered._young
         remembered.keep("call", None)
         kernel = wgmma.make_kernel("bf16", "bf16", False)
-        wgmma_host.launch(kernel, (10, 1, 1), 384, (maps, np.int32(3), out), results=1)
+        wgmma_host.launch(kernel, (10, 1, 1), 384, (wgmma_host.NO_CLOCKS, np.int32(3), out), results=1)
     assert wgmma_host.launch is usual and wgmma.make_kernel is plain and "call" not in remembered._young
 (started, args, how), = calls
 assert started is kernel is plain("bf16", "bf16", False, clocked=True) and kernel is not plain("bf16", "bf16", False)
-assert args[0].pointer == memory.ctypes.data and args[0].shape == (clocks.words(10),) and args[1:] == (3, out)
+assert args == ((memory.ctypes.data,), 3, out) and memory.shape == (clocks.words(10),)
 assert how == {"results": 1}
 """
 

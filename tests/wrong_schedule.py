@@ -34,7 +34,7 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "a_cap_too_small": (("take_single else high, take_single", "take_single else high - 1, take_single"),),
     "a_cap_too_large": (("take_single else high, take_single", "take_single else high + 1, take_single"),),
     "pieces_cost_nothing": (("over(max(_i32(room - PIECE), _i32", "over(max(_i32(room), _i32"),),
-    "short_pieces_begun": (("take < left and take < LEAST:", "take < left and take < 1:"),),
+    "short_pieces_begun": (("take == left or take >= LEAST or", "take == left or take >= 1 or"),),
     "passed_one_too_many": (("over(left - 1, full), stop", "over(left - 1, full) + 1, stop"),),
     "the_cut_is_the_end": (
         ("cut_request, cut_left, row_tile = b, left, _i32", "cut_request, cut_left, row_tile = b, 0, _i32"),
@@ -60,7 +60,9 @@ MISTAKES: dict[str, tuple[Change, ...]] = {
     "states_behind_the_cut_in_an_item_of_their_own": (
         ("of_team or b == begins[CUT_REQUEST] and begins[CUT_PAIR] > 0", "of_team"),
     ),
-    "states_behind_the_cut_first": (("k = _i32(begins[TEAMS] + c) - _holder", "k = first + _i32(c) - _holder"),),
+    "states_behind_the_cut_first": (("k = _i32(begins[TEAMS])\n", "k = _i32(first)\n"),),
+    "following_of_another_request": (("pairs[min(b + 1, batch - 1)])", "pairs[min(b, batch - 1)])"),),
+    "none_behind_the_first_of_the_cut": (("if p > begins[CUT_PAIR]:", "if p < begins[CUT_PAIR]:"),),
     "held_by_the_next": (("            low = middle\n", "            low = min(middle + 1, high)\n"),),
     "held_in_any_row_tile": (("if of_row_tile < row_tile or of_row_tile == row_tile and earlier:", "if earlier:"),),
     "last_states_not_counted": (("begins[places + first] = number + 1", "begins[places + first] = number"),),

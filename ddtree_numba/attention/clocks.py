@@ -2,7 +2,7 @@
 
 ``wgmma.make_kernel(..., clocked=True)`` is for profiling/trace_wgmma.py alone. One thread of each consumer warpgroup
 writes two clocks at each place below, cycles of its multiprocessor and nanoseconds, for the first `PAIRS` pairs of key
-tiles of a block's first piece. They lie behind the tensor maps: int64 [blocks, 2 warpgroups, PAIRS, EVENTS, WORDS].
+tiles of a block's first piece. What is left: int64 [blocks, 2 warpgroups, PAIRS, EVENTS, WORDS].
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ PAIRS = 16  # a power of two
 EVENTS = 7
 WORDS = 2
 CYCLES, NANOSECONDS = 0, 1
-MAP_WORDS = 64  # of a block, in front of all clocks
 
 # Of warpgroup 0 in a pair, in the order in which they happen. What begins is about to be issued; what is done has
 # been waited for.
@@ -26,5 +25,5 @@ NAMES = (
 
 
 def words(blocks: int) -> int:
-    """int64 that ``maps`` has for a clocked kernel."""
-    return blocks * (MAP_WORDS + 2 * PAIRS * EVENTS * WORDS)
+    """int64 that a clocked kernel of so many blocks leaves."""
+    return blocks * 2 * PAIRS * EVENTS * WORDS

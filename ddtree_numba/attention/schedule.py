@@ -124,47 +124,49 @@ def _fitting(room):
 
 @_device
 def _walk(pairs, batch, row_tiles, blocks, cap, single, begins, write):
-    """Whether blocks that take so much each cover all work; ``write``: keep where they begin, and the header.
-
-    One loop over pieces, whatever they are, since threads of a warp walk with caps of their own.
-    """
+    """Whether blocks that take so much each cover all work; ``write``: keep where they begin, and the header."""
     teams = over(blocks, row_tiles)
     stop = teams
     full = _fitting(cap)
-    b, left, room = _i32(0), _i32(pairs[0]), _i32(0)
+    b, left = _i32(0), _i32(pairs[0])
+    following = _i32(pairs[min(1, batch - 1)])  # of the next request, read ahead
     cut_request, cut_left = _i32(batch), _i32(0)
     i, row_tile = _i32(-1), _i32(-1)  # the team or block; of teams no row tile
-    while row_tile < row_tiles:
-        take = min(_fitting(room), left)
-        if take < left and take < LEAST:
-            # The next team or block
-            i = _i32(i + 1)
-            if i == teams and row_tile < 0:
-                cut_request, cut_left, row_tile = b, left, _i32(0)
-                i, stop = _i32(teams * row_tiles), _i32(blocks)
-            if i >= stop or single and row_tile >= 0:
-                return False
-            # and those behind it that have nothing but a part of the same request
-            passed = _i32(min(over(left - 1, full), stop - 1 - i)) if left > full else _i32(0)
-            if write:
-                for n in range(passed + 1):
-                    begins[HEADER + 3 * (i + n)] = row_tile
-                    begins[HEADER + 3 * (i + n) + 1] = b
-                    begins[HEADER + 3 * (i + n) + 2] = pairs[b] - left + n * full
-            i = _i32(i + passed)
-            left = _i32(left - passed * full)
-            room = _i32(cap)
-            take = min(full, left)
-        room = _i32(0 if single else room - PIECE - take * PAIR)
-        left = _i32(left - take)
-        if left == 0:
-            b = _i32(b + 1)
-            if b == batch:
-                if row_tile < 0:
-                    break
-                b, left, row_tile = cut_request, cut_left, _i32(row_tile + 1)
-            else:
-                left = _i32(pairs[b])
+    while row_tile < row_tiles and b < batch:
+        # The next team or block
+        i = _i32(i + 1)
+        if i == teams and row_tile < 0:
+            cut_request, cut_left, row_tile = b, left, _i32(0)
+            i, stop = _i32(teams * row_tiles), _i32(blocks)
+        if i >= stop or single and row_tile >= 0:
+            return False
+        # and those behind it that have nothing but a part of the same request
+        passed = _i32(min(over(left - 1, full), stop - 1 - i)) if left > full else _i32(0)
+        if write:
+            for n in range(passed + 1):
+                begins[HEADER + 3 * (i + n)] = row_tile
+                begins[HEADER + 3 * (i + n) + 1] = b
+                begins[HEADER + 3 * (i + n) + 2] = pairs[b] - left + n * full
+        i = _i32(i + passed)
+        left = _i32(left - passed * full)
+        # Its pieces
+        room = _i32(cap)
+        take = min(full, left)
+        while take == left or take >= LEAST or room == cap:
+            room = _i32(0 if single else room - PIECE - take * PAIR)
+            left = _i32(left - take)
+            if left == 0:
+                b = _i32(b + 1)
+                left = following
+                if b == batch:
+                    if row_tile < 0:
+                        break
+                    row_tile = _i32(row_tile + 1)
+                    if row_tile == row_tiles:
+                        break
+                    b, left = cut_request, cut_left
+                following = _i32(pairs[min(b + 1, batch - 1)])
+            take = min(_fitting(room), left)
     if write:
         begins[SINGLE] = 1 if single else 0
         begins[TEAMS] = i + 1 if row_tile < 0 else teams
@@ -206,7 +208,9 @@ def _state_at(begins, c, row_tile, b, p, row_tiles, blocks):
     if not begun_by_team:
         return first, _i32(c - first)
     if not of_team:
-        k = _i32(begins[TEAMS] + c) - _holder(begins, teams * row_tiles, c, row_tile, b, begins[CUT_PAIR])
+        k = _i32(begins[TEAMS])
+        if p > begins[CUT_PAIR]:  # else this block has the first piece behind the cut
+            k += c - _holder(begins, teams * row_tiles, c, row_tile, b, begins[CUT_PAIR])
     return _i32(first * row_tiles + row_tile), _i32(k - first)
 
 
@@ -242,11 +246,12 @@ def _pieces_of(c, pairs, batch, lengths, max_seqlen, num_nodes, row_tiles, block
                     slot = _i32(2 * c)
                 elif p > 0 and b == begins[CUT_REQUEST] and p == begins[CUT_PAIR]:
                     slot = _i32(2 * blocks + row_tile)
-                first, number = _state_at(begins, c, row_tile, b, p, row_tiles, blocks)
-                if write:
-                    items[begins[places + first] + number, LISTED] = slot
-                elif until == pairs[b]:
-                    begins[places + first] = number + 1
+                if write or until == pairs[b]:
+                    first, number = _state_at(begins, c, row_tile, b, p, row_tiles, blocks)
+                    if write:
+                        items[begins[places + first] + number, LISTED] = slot
+                    else:
+                        begins[places + first] = number + 1
             if order > 0:
                 if write:
                     pieces[row, NEXT] = n

@@ -4,14 +4,14 @@ A block of three warpgroups owns 64 rows of (node, head), and goes over key tile
 
 - warpgroup 0: scores and softmax of A, output columns 0 .. 255
 - warpgroup 1: scores and softmax of B, output columns 256 .. 511
-- warpgroup 2: two threads that send for tiles, one for queries and A, one for B
+- warpgroup 2: three threads that send for queries, for A and for B
 
 Two named barriers keep the tensor pipe in this order: QK(A) | QK(B) | PV(A) | PV(B) | QK(next A) ..., so that
 softmax(A) runs under QK(B), softmax(B) under PV(A), and copies under both. Weights are taken relative to a reference of
 the row, which moves only where a score exceeds it by 2**8: no warpgroup waits for the other's maximum, and accumulators
 are almost never scaled. Weights are rounded to the cache's format for PV; the lse takes those that are not.
 
-- Phase 0: barriers, and the tensor maps where copies read them.
+- Phase 0: barriers.
 - Phase 1: copies. What lies behind a tensor arrives as zeros, and rows behind the last live one are cleared, since
   0 * NaN would be NaN.
 - Phase 2: scores and weights. Only tiles that reach past the prefix look at the mask.
@@ -69,12 +69,12 @@ from ddtree_numba.attention.schedule import (
 )
 from ddtree_numba.device import hopper
 from ddtree_numba.device.hopper import (
-    acquire_map,
     add_part,
     add_state,
     address,
     async_fence,
     clear_shared,
+    clear_tile,
     copy_box,
     descriptor,
     exp_tile,
@@ -82,7 +82,6 @@ from ddtree_numba.device.hopper import (
     factor,
     inverses,
     keep_clocks,
-    keep_map,
     keep_part,
     let_follow,
     load_shared,
@@ -104,11 +103,11 @@ from ddtree_numba.device.hopper import (
     named_arrive,
     named_sync,
     no_state,
+    parameter_at,
     prefetch,
     quad_max,
     quad_sum,
     raised,
-    release_maps,
     rows_add,
     rows_max,
     rows_times,
@@ -143,7 +142,12 @@ BARRIERS = EXCHANGE + 2048
 SHARED_BYTES = BARRIERS + 512  # all that a block may have
 QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
+ROOM = 1024  # of a warp, to turn rows in; eight of them take the place of the probabilities of B
 TOUCHED = 264  # a word for each lane, which nobody reads
+
+# The tensor maps stand among the parameters, behind those of two arrays of three axes: 22 words, so that their places
+# are multiples of 64 bytes as copies want them, since parameters begin 16 bytes behind one on these GPUs.
+maps_here = parameter_at(22)
 
 # A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane;
 # float16, relative to the largest magnitude of a row's half, at least TINY. Beside it these, and the rows' lse.
@@ -280,7 +284,7 @@ def clear_rows(tile, live):
 def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = False) -> Any:
     """The kernel for inputs of a kind, "bf16" or "f16", results of one, "f32" too, and masks of words or bools.
 
-    clocked : write clocks behind the tensor maps (clocks.py), for profiling/trace_wgmma.py; ``maps`` is longer then.
+    clocked : write clocks (clocks.py), for profiling/trace_wgmma.py, to the address that ``clocks`` has.
     """
 
     def at(base, offsets):
@@ -318,14 +322,15 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
     if out_is_float:
 
         @device
-        def store_rows(acc, at, below, inverse, stored, stored_below, quarter):
+        def store_rows(acc, at, below, inverse, stored, stored_below, room):
             store_floats(acc, at, below, inverse, stored, stored_below)
 
     else:
 
         @device
-        def store_rows(acc, at, below, inverse, stored, stored_below, quarter):
-            store_halves(acc, at, below, inverse, stored, stored_below, quarter)
+        def store_rows(acc, at, below, inverse, stored, stored_below, room):
+            room += (i32(fresh_thread()) >> 5) * ROOM
+            store_halves(acc, at, below, inverse, stored, stored_below, room, lane_here())
 
     seen_by = words_seen if packed else bools_seen
 
@@ -381,7 +386,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
     if clocked:
 
         @device
-        def clock(maps, n, j, warpgroup, event):
+        def clock(clocks, n, j, warpgroup, event):
             """The clocks of now, by one thread of the warpgroup, for the first pairs of a block's first piece.
 
             Without a branch, since accumulators may be in flight: any bit of ``others`` is a reason not to write.
@@ -390,12 +395,12 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
             pair = j >> 1
             others = i32(fresh_thread()) & 127 | pair & -PAIRS | n ^ c
             place = ((c * 2 + warpgroup) * PAIRS + pair) * EVENTS + event
-            keep_clocks(address(maps) + i64(cuda.gridDim.x) * 512 + i64(place) * (8 * WORDS), others)
+            keep_clocks(clocks[0] + i64(place) * (8 * WORDS), others)
 
     else:
 
         @device
-        def clock(maps, n, j, warpgroup, event):
+        def clock(clocks, n, j, warpgroup, event):
             pass
 
     @device
@@ -405,8 +410,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
 
     @cuda.jit(launch_bounds=LAUNCH_BOUNDS)
     def wgmma(
-        q_nope_map, q_pe_map, kv_map, block_table, mask, page_size, num_heads, num_nodes,
-        scale, maps, plan, pieces, out, lse, states, beside,
+        states, beside, q_nope_map, q_pe_map, kv_map, block_table, mask, page_size, num_heads, num_nodes,
+        scale, clocks, plan, pieces, out, lse,
     ):  # fmt: skip
         s0 = shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
         t = cuda.threadIdx.x
@@ -416,9 +421,9 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
         num_rows = num_nodes * num_heads
         bar = s0 + BARRIERS
 
-        # Phase 0: barriers, and tensor maps where copies read them
+        # Phase 0: barriers
         let_follow()
-        map_at = address(maps) + i64(c) * 512
+        map_at = maps_here()
         count, b, first, row_tile = i32(0), i32(0), i32(0), i32(0)
         page, ahead = i32(0), i32(0)
         if t == 0:
@@ -431,18 +436,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
             mbarrier_fence()
         if warp >= 8:
             count, b, first, row_tile = pieces[c, COUNT], pieces[c, REQUEST], pieces[c, FIRST], pieces[c, ROW_TILE]
-        if t == PRODUCER:
-            keep_map(map_at, q_nope_map)
-            keep_map(map_at + 128, q_pe_map)
-            keep_map(map_at + 256, kv_map)
-            release_maps()
-            acquire_map(map_at)
-            acquire_map(map_at + 128)
-            acquire_map(map_at + 256)
-        if t == PRODUCER + 32:
-            keep_map(map_at + 384, kv_map)
-            release_maps()
-            acquire_map(map_at + 384)
         cuda.syncthreads()
 
         # Phase 1: copies
@@ -459,22 +452,30 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         at = address(mask) + i64(b) * mask.strides[0] + i64(node) * mask.strides[1]
                         touch(bar + TOUCHED + lane * 4, at)
                     n = pieces[n, NEXT]
-            if t == PRODUCER and count > 0:
-                u = 0
-                i = 0
+            if t == PRODUCER + 96 and count > 0:
                 n = i32(c)
                 while n >= 0:
-                    if i > 0:
-                        count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
-                        row_tile = pieces[n, ROW_TILE]
-                    j = first
-                    stop = first + count
-                    page = page_of(block_table, b, j, page_size)
-                    if i > 0:
-                        mbarrier_wait(bar + QUERY_FREE, (i - 1) & 1)
+                    if n != c:
+                        b, row_tile = pieces[n, REQUEST], pieces[n, ROW_TILE]
+                        mbarrier_wait(bar + QUERY_FREE, (pieces[n, ORDER] - 1) & 1)
                     for k in range(4):
                         mbarrier_expect(bar + QUERY_FULL + 8 * k, BOX)
                         copy_box(s0 + k * BOX, map_at, bar + QUERY_FULL + 8 * k, k * 64, row_tile * 64, b)
+                    mbarrier_expect(bar + QUERY_FULL + 64, BOX)
+                    copy_box(s0 + ROPE, map_at + 128, bar + QUERY_FULL + 64, 0, row_tile * 64, b)
+                    for k in range(4, 8):
+                        mbarrier_expect(bar + QUERY_FULL + 8 * k, BOX)
+                        copy_box(s0 + k * BOX, map_at, bar + QUERY_FULL + 8 * k, k * 64, row_tile * 64, b)
+                    n = pieces[n, NEXT]
+            if t == PRODUCER and count > 0:
+                u = 0
+                n = i32(c)
+                while n >= 0:
+                    if n != c:
+                        count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
+                    j = first
+                    stop = first + count
+                    page = page_of(block_table, b, j, page_size)
                     while j < stop:
                         row = row_of(j, page_size)
                         ahead = page
@@ -485,12 +486,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         for k in range(4):
                             mbarrier_expect(bar + FULL_A + 8 * k, BOX)
                             copy_box(s0 + KEYS_A + k * BOX, map_at + 256, bar + FULL_A + 8 * k, k * 64, row, page)
-                        if j == first:
-                            mbarrier_expect(bar + QUERY_FULL + 64, BOX)
-                            copy_box(s0 + ROPE, map_at + 128, bar + QUERY_FULL + 64, 0, row_tile * 64, b)
-                            for k in range(4, 8):
-                                mbarrier_expect(bar + QUERY_FULL + 8 * k, BOX)
-                                copy_box(s0 + k * BOX, map_at, bar + QUERY_FULL + 8 * k, k * 64, row_tile * 64, b)
                         if u > 0:
                             mbarrier_wait(bar + RIGHT_FREE_A, (u - 1) & 1)
                         mbarrier_expect(bar + FULL_A + 64, BOX)
@@ -504,9 +499,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         u = i32(u + 1)
                         j = i32(j + 2)
                     n = pieces[n, NEXT]
-                    i += 1
             if t == PRODUCER + 32 and count > 0:
-                map_at += 384
                 u = 0
                 n = i32(c)
                 mbarrier_wait(bar + A_SENT, 0)  # what is needed first is asked for first
@@ -527,14 +520,14 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                             mbarrier_wait(bar + LEFT_FREE_B, (u - 1) & 1)
                         for k in range(4):
                             mbarrier_expect(bar + FULL_B + 8 * k, BOX)
-                            copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
+                            copy_box(s0 + KEYS_B + k * BOX, map_at + 256, bar + FULL_B + 8 * k, k * 64, row, page)
                         mbarrier_expect(bar + FULL_B + 64, BOX)
-                        copy_box(s0 + KEYS_B + ROPE, map_at, bar + FULL_B + 64, 512, row, page)
+                        copy_box(s0 + KEYS_B + ROPE, map_at + 256, bar + FULL_B + 64, 512, row, page)
                         if u > 0:
                             mbarrier_wait(bar + RIGHT_FREE_B, (u - 1) & 1)
                         for k in range(4, 8):
                             mbarrier_expect(bar + FULL_B + 8 * k, BOX)
-                            copy_box(s0 + KEYS_B + k * BOX, map_at, bar + FULL_B + 8 * k, k * 64, row, page)
+                            copy_box(s0 + KEYS_B + k * BOX, map_at + 256, bar + FULL_B + 8 * k, k * 64, row, page)
                         page = ahead
                         u = i32(u + 1)
                         j = i32(j + 2)
@@ -574,7 +567,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     if j + 2 >= count:
                         if lane_here() == 0:
                             mbarrier_arrive(bar + QUERY_FREE)
-                    clock(maps, n, j, 0, SCORES_A)
+                    clock(clocks, n, j, 0, SCORES_A)
                     # Phase 2: softmax of A, under QK(B)
                     tree = i32(j * 64 - ahead)
                     if tree > -64:
@@ -595,23 +588,24 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     if cuda.any_sync(ALL, rp[0] != ro[0] or rp[1] != ro[1]):
                         f = factor(ro, rp)
                         ro = moved(ro, rp)
-                        o = scale_tile(o, f)
                         l = rows_times(l, f)
+                        if j > 0:
+                            o = scale_tile(o, f)
                     l = rows_add(l, tile_sum(x))
-                    clock(maps, n, j, 0, WEIGHTS_A)
+                    clock(clocks, n, j, 0, WEIGHTS_A)
                     # Phase 3: PV(A) left from registers
                     if j + 1 < count:
                         named_sync(QK_B_ISSUED, 256)
-                    clock(maps, n, j, 0, PV_A_LEFT)
+                    clock(clocks, n, j, 0, PV_A_LEFT)
                     o = pv_a_left(o, p, dv)
                     o = wait_o(o)
-                    clock(maps, n, j, 0, PV_A_LEFT_DONE)
+                    clock(clocks, n, j, 0, PV_A_LEFT_DONE)
                     if lane_here() == 0:
                         mbarrier_arrive(bar + LEFT_FREE_A)
                     if j + 1 < count:
                         # PV(B) left
                         named_sync(P_B_READY, 256)
-                        clock(maps, n, j, 0, P_B_THERE)
+                        clock(clocks, n, j, 0, P_B_THERE)
                         rn = pair_at(s0 + REFERENCE_B)
                         rp = rows_max(rp, rn)
                         if cuda.any_sync(ALL, rn[0] != ro[0] or rn[1] != ro[1]):
@@ -625,7 +619,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                             mbarrier_wait(full, u & 1)
                             s = qk0_a(undefined(), dq, dq)
                             o = wait_o_but_one(o)
-                            clock(maps, n, j, 0, PV_B_LEFT_DONE)
+                            clock(clocks, n, j, 0, PV_B_LEFT_DONE)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                             s = scores_a(s, (full, u & 1), dq)
@@ -636,7 +630,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         else:
                             o = pv_b_left(o, dq, dv)
                             o = wait_o(o)
-                            clock(maps, n, j, 0, PV_B_LEFT_DONE)
+                            clock(clocks, n, j, 0, PV_B_LEFT_DONE)
                             if lane_here() == 0:
                                 mbarrier_arrive(bar + LEFT_FREE_B)
                     j = i32(j + 2)
@@ -649,6 +643,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 f = factor(pair_at(xa + 768), ro)
                 l = rows_add(l, rows_times(pair_at(xa + 256), f))
                 inverse = inverses(l)
+                if cuda.any_sync(ALL, (l[0] == ZERO or l[1] == ZERO)):
+                    o = clear_tile(o, inverse)
                 e = log_sums(ro, l)
                 b = pieces[n, REQUEST]
                 row, q4 = row_here(), lane_here() & 3
@@ -657,7 +653,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 slot = pieces[n, SLOT]
                 if slot < 0:
                     at = address(out) + (i64(b) * num_rows + r0) * (512 * out_bytes) + q4 * lane_bytes
-                    store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
+                    store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, s0 + PROBS_B)
                     if q4 == 0:
                         if r0 < num_rows:
                             lse[b, r0] = e[0]
@@ -701,11 +697,11 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
                         mbarrier_wait(full, u & 1)
-                        clock(maps, n, j, 1, QK_B)
+                        clock(clocks, n, j, 1, QK_B)
                         s = scores_b(qk0_b(undefined(), dq, dq), (full, u & 1), dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
-                        clock(maps, n, j, 1, QK_B_DONE)
+                        clock(clocks, n, j, 1, QK_B_DONE)
                         u = i32(u + 1)
                         if j + 3 >= count:
                             if lane_here() == 0:
@@ -716,10 +712,10 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                             clear_rows(s0 + KEYS_B, num_nodes - tree)
                             named_sync(ALONE_1, 128)
                         m = tile_max(s)
-                        clock(maps, n, j, 1, MAXIMA_B)
+                        clock(clocks, n, j, 1, MAXIMA_B)
                         # Phase 3: PV(A) right, the exponentials of B between its halves: a warp issues few wgmmas ahead
                         named_sync(P_A_READY, 256)
-                        clock(maps, n, j, 1, P_A_THERE)
+                        clock(clocks, n, j, 1, P_A_THERE)
                         rn = pair_at(s0 + REFERENCE_A)
                         rp = rows_max(rp, rn)
                         if cuda.any_sync(ALL, m[0] * scale > rp[0] + SLACK or m[1] * scale > rp[1] + SLACK):
@@ -727,8 +723,9 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         if cuda.any_sync(ALL, rn[0] != ro[0] or rn[1] != ro[1]):
                             f = factor(ro, rn)
                             ro = moved(ro, rn)
-                            o = scale_tile(o, f)
                             l = rows_times(l, f)
+                            if j > 0:
+                                o = scale_tile(o, f)
                         o = pv_a_right_low(o, dq, dv)
                         x = exp_tile_in_place(s, rp, scale)
                         o = pv_a_right_high(o, dq, dv)
@@ -737,10 +734,10 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         keep_pair(s0 + REFERENCE_B, rp)
                         async_fence()
                         named_arrive(P_B_READY, 256)
-                        clock(maps, n, j, 1, WEIGHTS_B)
+                        clock(clocks, n, j, 1, WEIGHTS_B)
                         sums = tile_sum(x)
                         o = wait_o(o)
-                        clock(maps, n, j, 1, PV_A_RIGHT_DONE)
+                        clock(clocks, n, j, 1, PV_A_RIGHT_DONE)
                         if lane_here() == 0:
                             mbarrier_arrive(bar + RIGHT_FREE_A)
                         # PV(B) right from registers
@@ -752,7 +749,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         o = pv_b_right(o, p, dv)
                         l = rows_add(l, sums)
                         o = wait_o(o)
-                        clock(maps, n, j, 1, PV_B_RIGHT_DONE)
+                        clock(clocks, n, j, 1, PV_B_RIGHT_DONE)
                         if lane_here() == 0:
                             mbarrier_arrive(bar + RIGHT_FREE_B)
                     else:
@@ -761,8 +758,9 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         if cuda.any_sync(ALL, rn[0] != ro[0] or rn[1] != ro[1]):
                             f = factor(ro, rn)
                             ro = moved(ro, rn)
-                            o = scale_tile(o, f)
                             l = rows_times(l, f)
+                            if j > 0:
+                                o = scale_tile(o, f)
                         o = pv_a_right(o, dq, dv)
                         o = wait_o(o)
                         if lane_here() == 0:
@@ -776,6 +774,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 f = factor(pair_at(xa + 512), ro)
                 l = rows_add(l, rows_times(pair_at(xa), f))
                 inverse = inverses(l)
+                if cuda.any_sync(ALL, (l[0] == ZERO or l[1] == ZERO)):
+                    o = clear_tile(o, inverse)
                 b = pieces[n, REQUEST]
                 row, q4 = row_here(), lane_here() & 3
                 r0 = pieces[n, ROW_TILE] * 64 + row
@@ -784,7 +784,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 if slot < 0:
                     at = address(out) + (i64(b) * num_rows + r0) * (512 * out_bytes) + q4 * lane_bytes
                     at += 256 * out_bytes
-                    store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, q4)
+                    store_rows(o, at, at + 8 * 512 * out_bytes, inverse, r0 < num_rows, r1 < num_rows, s0 + PROBS_B)
                 else:
                     most = rows_max(rows_times(quad_max(tile_most(o)), inverse), (TINY, TINY))
                     place = address(states) + i64(slot) * STATE + HALF_STATE + fragment_here()
@@ -792,13 +792,13 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     if q4 == 0:
                         for i in range(2):
                             beside[slot, SCALES + 1, row + 8 * i] = most[i]
-
                 n = pieces[n, NEXT]
 
     return wgmma
 
 
 COMBINE_THREADS, COMBINE_BLOCKS = 256, 2  # threads of a block; blocks an SM
+ROOMS = COMBINE_THREADS // 32 * ROOM
 AT_ONCE = 3  # states that a warp asks for together: four would spill
 
 
@@ -822,6 +822,7 @@ def make_combine(out_kind: str) -> Any:
         warp, lane = t >> 5, t & 31
         q4 = lane & 3
         parts = cuda.shared.array((36, 8, 32), types.float32)
+        rooms = cuda.shared.array(ROOMS, types.uint8, alignment=128)
         grid = i32(cuda.gridDim.x)
         num_items, splits = plan[ITEMS], plan[SPLITS]
         # Warps that share a part, as a power of two: as many as let all units run at once, if there are states for them
@@ -900,7 +901,8 @@ def make_combine(out_kind: str) -> Any:
                 if out_is_float:
                     store_floats(x, at, below, inverse, r < num_rows, r + 8 < num_rows)
                 else:
-                    store_halves(x, at, below, inverse, r < num_rows, r + 8 < num_rows, q4)
+                    room = shared_address(rooms) + warp * ROOM
+                    store_halves(x, at, below, inverse, r < num_rows, r + 8 < num_rows, room, lane)
                 if rows < 4 and part == 0 and q4 == 0:
                     if r < num_rows:
                         lse[b, r] = e[0]

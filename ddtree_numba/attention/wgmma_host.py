@@ -60,6 +60,7 @@ FORMATS = ("bf16", "f16")
 ALIGNMENT = 128  # of each part of the workspace, in bytes
 LONGEST_STRIDE = 2**40  # of a tensor map, in bytes; they stay below
 COPY_THREADS = 256
+NO_CLOCKS = (0,)  # the address that a clocked kernel writes to
 
 # Of the mirror, as the kernel has them.
 SLACK = np.float32(8.0)
@@ -122,9 +123,8 @@ def plan_parts(sizes: Sizes) -> tuple[Part, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def state_parts(sizes: Sizes) -> tuple[Part, ...]:
-    """What `wgmma` leaves for itself, its tensor maps, and for `combine`."""
+    """What `wgmma` leaves for `combine`."""
     return (
-        Part("maps", (sizes.blocks * 64,), "int64"),
         Part("states", (sizes.slots, ROWS, R), "float16"),
         Part("beside", (sizes.slots, 3, ROWS), "float32"),
     )
@@ -517,15 +517,13 @@ def run(problem: Problem, plan: AttentionPlan | None = None) -> None:
     table, mask = replace(problem.block_table, kind=kind), replace(problem.tree_mask, kind=kind)
     scale = np.float32(problem.sm_scale * LOG2_E)
     numbers = map(np.int32, (problem.kv_cache.shape[1], sizes.num_heads, sizes.num_nodes))
-    given = (*maps_of(problem), table, mask, *numbers, scale)
-    places = (room["maps"], plan.plan, plan.pieces)
-    results = (out, lse, room["states"], room["beside"])
+    given = (room["states"], room["beside"], *maps_of(problem), table, mask, *numbers, scale)
     launch(
         wgmma.make_kernel(input_kind, out_kind, problem.bits_per_word == 32),
         (sizes.blocks, 1, 1),
         wgmma.THREADS,
-        (*given, *places, *results),
-        results=4,
+        (*given, NO_CLOCKS, plan.plan, plan.pieces, out, lse),
+        results=2,
         shared_bytes=wgmma.SHARED_BYTES,
     )
     if plan.merges and plan.max_seqlen + sizes.num_nodes > KEYS:  # else no row tile is split

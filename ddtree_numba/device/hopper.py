@@ -9,11 +9,11 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``mbarrier_expect(at, nbytes)``             arrive, and expect as many bytes of copies in this phase
 ``mbarrier_arrive(at)``                     arrive
 ``mbarrier_wait(at, parity)``               wait until the phase of this parity has ended
-``keep_map(at, words)``                     a tensor map's 128 bytes, from 16 int64, to global memory
-``acquire_map(at)``                         fence.proxy.tensormap: copies see what `keep_map` wrote; the threads that
-                                            wrote it have met this one at a barrier
+``parameter_at(n)()``                       cvta.param: the address of the kernel's parameter n of 64 bits, for a tensor
+                                            map that is passed as 16 int64. Its place must be a multiple of 64 bytes
 ``copy_box(to, map, at, c, row, page)``     cp.async.bulk.tensor.3d: a box to shared memory; its bytes count at the
-                                            mbarrier ``at``. What lies outside the tensor arrives as zeros
+                                            mbarrier ``at``. What lies outside the tensor arrives as zeros. Its lines
+                                            are the first to leave L2 (evict_first)
 ``async_fence()``                           fence.proxy.async: what this thread wrote to shared memory is there for
                                             copies and wgmma of whoever it meets at a barrier
 ``named_sync(n, threads)``                  bar.sync and bar.arrive; barrier n counts ``threads``, whole warps
@@ -22,7 +22,6 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
 ``more_registers(n)``
 ``descriptor(at, leading, stride)``         wgmma's matrix descriptor for 128-byte swizzled tiles; strides in bytes
 ``make_wgmma(...)``                         wgmma.mma_async, several k steps in one piece of assembly
-``release_maps()``                          fence.proxy.tensormap, release: what `keep_map` wrote, for `acquire_map`
 ``prefetch(at)``                            prefetch.global.L2: the line of global memory
 ``touch(at, address)``                      a byte of global memory to shared memory, so that its line is in L1
 ``let_follow()``                            griddepcontrol.launch_dependents: blocks of the next kernel on the stream,
@@ -142,10 +141,10 @@ mbarrier_wait = instruction(
     "@done bra DONE;\nbra AGAIN;\nDONE:\n}",
     "rr",
 )
-release_maps = instruction("fence.proxy.tensormap::generic.release.gpu;")
-acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "l")
+EVICT_FIRST = "0x12F0000000000000"  # what createpolicy.fractional.L2::evict_first makes for all of an access
 copy_box = instruction(
-    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1, {$3, $4, $5}], [$2];",
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    f" [$0], [$1, {{$3, $4, $5}}], [$2], {EVICT_FIRST};",
     "rlrrrr",
 )
 async_fence = instruction("fence.proxy.async.shared::cta;")
@@ -200,15 +199,19 @@ def more_registers(n):
     return instruction(f"setmaxnreg.inc.sync.aligned.u32 {n};")
 
 
-@intrinsic
-def keep_map(typingctx, at, given):
-    def codegen(context, builder, signature, args):
-        for i, word in enumerate(elements(builder, args[1])):
-            place = builder.add(args[0], I64(8 * i))
-            assembly(builder, VOID, [place, word], "st.global.b64 [$0], $1;", "l,l,~{memory}")
-        return context.get_dummy_value()
+def parameter_at(n):
+    """The address of parameter n of the kernel that it is called in, of words."""
 
-    return types.void(types.int64, types.UniTuple(types.int64, 16)), codegen
+    @intrinsic
+    def found(typingctx):
+        def codegen(context, builder, signature, args):
+            name = f"{builder.function.name}_param_{n}"
+            text = f"{{\n.reg .b64 at;\nmov.b64 at, {name};\ncvta.param.u64 $0, at;\n}}"
+            return assembly(builder, I64, [], text, "=l", False)
+
+        return types.int64(), codegen
+
+    return found
 
 
 @intrinsic
@@ -516,10 +519,16 @@ def store_matrices(typingctx, tile, row, high, low_bits):
     return types.void(tile, row, high, low_bits), codegen
 
 
-def scaled(builder, x, inverse):
-    """x * inverse, and 0 for a row of inverse 0: there x may be NaN, of rows that nobody sees."""
-    live = builder.fcmp_unordered(">", inverse, F32(0.0))
-    return builder.select(live, builder.fmul(x, inverse), F32(0.0))
+@intrinsic
+def clear_tile(typingctx, acc, inverse):
+    """Zeros for rows of inverse 0, where there may be NaN, of rows that nobody sees."""
+
+    def codegen(context, builder, signature, args):
+        live = [builder.fcmp_unordered(">", f, F32(0.0)) for f in elements(builder, args[1])]
+        found = [builder.select(live[half(i)], x, F32(0.0)) for i, x in enumerate(elements(builder, args[0]))]
+        return packed(builder, F32, found)
+
+    return floats(acc.count)(acc, inverse), codegen
 
 
 @intrinsic
@@ -533,7 +542,7 @@ def store_floats(typingctx, acc, at, below, inverse, stored, stored_below):
             with builder.if_then(there):
                 for j in range(len(e) // 4):
                     place = builder.add(args[1 + h], I64(32 * j))
-                    pair = [scaled(builder, e[4 * j + 2 * h + i], f[h]) for i in (0, 1)]
+                    pair = [builder.fmul(e[4 * j + 2 * h + i], f[h]) for i in (0, 1)]
                     assembly(builder, VOID, [place, *pair], "st.global.v2.f32 [$0], {$1,$2};", "l,f,f,~{memory}")
         return context.get_dummy_value()
 
@@ -546,7 +555,7 @@ def store_state(typingctx, acc, at, factors):
 
     def codegen(context, builder, signature, args):
         f = elements(builder, args[2])
-        x = [scaled(builder, value, f[half(i)]) for i, value in enumerate(elements(builder, args[0]))]
+        x = [builder.fmul(value, f[half(i)]) for i, value in enumerate(elements(builder, args[0]))]
         words = [rounded_pair(builder, "f16", *x[i : i + 2]) for i in range(0, len(x), 2)]
         for j in range(len(words) // 4):
             text = f"st.global.v4.b32 [$0+{512 * j}], {{$1,$2,$3,$4}};"
@@ -605,40 +614,49 @@ def add_part(typingctx, acc, at, factors):
 
 def make_store_halves(kind):
     @intrinsic
-    def store_halves(typingctx, acc, at, below, inverse, stored, stored_below, quarter):
-        """Two rows of 16-bit numbers, scaled, 16 bytes a lane after an exchange in the quad.
+    def store_halves(typingctx, acc, at, below, inverse, stored, stored_below, room, lane):
+        """Two rows of 16-bit numbers, scaled, 16 bytes a lane, by way of a kilobyte of shared memory of the warp.
 
-        at, below: addresses of the rows' columns 8 (l % 4); quarter: l % 4.
+        at, below: addresses of the rows' columns 8 (l % 4). Of 32 columns at a time, matrices of 8 x 8 are stored to 64
+        bytes a row, whose 16-byte chunks change places so that banks are used evenly, and read again row by row.
         """
 
         def codegen(context, builder, signature, args):
             e, f = elements(builder, args[0]), elements(builder, args[3])
-            quarter = sized(builder, args[6], 32)
-            odd, upper = (builder.icmp_signed("!=", builder.and_(quarter, I32(n)), I32(0)) for n in (1, 2))
+            room, lane = sized(builder, args[6], 32), sized(builder, args[7], 32)
+            there = [builder.zext(builder.icmp_signed("!=", a, a.type(0)), I32) for a in args[4:6]]
 
-            def swap(x, lanes):
-                return assembly(builder, I32, [x], f"shfl.sync.bfly.b32 $0, $1, {lanes}, 0x1f, 0xffffffff;", "=r,r")
+            def bits(first, count):
+                return builder.and_(builder.lshr(lane, I32(first)), I32((1 << count) - 1))
 
-            for h in (0, 1):
-                there = builder.zext(builder.icmp_signed("!=", args[4 + h], args[4 + h].type(0)), I32)
-                for m in range(len(e) // 16):
-                    four = []
-                    for c in range(4):
-                        i = 4 * (4 * m + c) + 2 * h
-                        four.append(rounded_pair(builder, kind, *(scaled(builder, x, f[h]) for x in e[i : i + 2])))
-                    rows = []
-                    for x, y in (four[:2], four[2:]):
-                        other = swap(builder.select(odd, x, y), 1)
-                        rows.append((builder.select(odd, other, x), builder.select(odd, y, other)))
-                    (a, b), (c, d) = rows
-                    first, second = (swap(builder.select(upper, x, y), 2) for x, y in ((a, c), (b, d)))
-                    given = [builder.select(upper, first, a), builder.select(upper, second, b)]
-                    given += [builder.select(upper, c, first), builder.select(upper, d, second)]
-                    place = builder.add(args[1 + h], I64(64 * m))
-                    text = "{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\n@p st.global.v4.b32 [$0], {$1,$2,$3,$4};\n}"
-                    assembly(builder, VOID, [place, *given, there], text, "l,r,r,r,r,r,~{memory}")
+            def place_of(row, chunk):
+                chunk = builder.xor(chunk, builder.and_(builder.lshr(row, I32(1)), I32(3)))
+                return builder.add(room, builder.add(builder.shl(row, I32(6)), builder.shl(chunk, I32(4))))
+
+            kept = place_of(builder.and_(lane, I32(15)), bits(4, 1))
+            kept_behind = builder.xor(kept, I32(32))
+            read = place_of(bits(2, 3), bits(0, 2))
+            for m in range(len(e) // 16):
+                x = [builder.fmul(y, f[half(i)]) for i, y in enumerate(e[16 * m : 16 * m + 16])]
+                given = [rounded_pair(builder, kind, *x[i : i + 2]) for i in range(0, 16, 2)]
+                for place, four in ((kept, given[:4]), (kept_behind, given[4:])):
+                    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+                    assembly(builder, VOID, [place, *four], text, "r,r,r,r,r,~{memory}")
+                text = (
+                    "bar.warp.sync 0xffffffff;\nld.shared.v4.b32 {$0,$1,$2,$3}, [$8];\n"
+                    "ld.shared.v4.b32 {$4,$5,$6,$7}, [$8+512];\nbar.warp.sync 0xffffffff;"
+                )
+                found = assembly(
+                    builder, ir.LiteralStructType([I32] * 8), [read], text, ",".join(["=r"] * 8 + ["r", "~{memory}"])
+                )
+                text = (
+                    f"{{\n.reg .pred p;\nsetp.ne.b32 p, $5, 0;\n@p st.global.v4.b32 [$0+{64 * m}], {{$1,$2,$3,$4}};\n}}"
+                )
+                for h in (0, 1):
+                    four = [builder.extract_value(found, 4 * h + i) for i in range(4)]
+                    assembly(builder, VOID, [args[1 + h], *four, there[h]], text, "l,r,r,r,r,r,~{memory}")
             return context.get_dummy_value()
 
-        return types.void(acc, at, below, inverse, stored, stored_below, quarter), codegen
+        return types.void(acc, at, below, inverse, stored, stored_below, room, lane), codegen
 
     return store_halves
