@@ -52,7 +52,8 @@ from ddtree_numba.attention.problem import Problem, make_problem
 from ddtree_numba.device import arrays, launch
 from ddtree_numba.tree import build_frontier, build_heap, draft_tree, search, topk_rounds, topk_threshold
 
-ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+ARCHITECTURES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+COMMON = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))  # sm_86 has nothing that one of its neighbours lacks: mma alone
 HOPPER = (9, 0, "a")  # what wgmma's kernels are compiled for
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
@@ -98,6 +99,7 @@ SHARED_UNIT, SHARED_RESERVED = 128, 1024  # bytes of shared memory of a block, b
 # Specifications per Compute Capability"; cuda_occupancy.h of the toolkit.
 LIMITS = {
     (8, 0): (64, 32, 164 << 10),
+    (8, 6): (48, 16, 100 << 10),
     (8, 9): (48, 24, 100 << 10),
     (9, 0): (64, 32, 228 << 10),
     (10, 0): (64, 32, 228 << 10),
@@ -139,7 +141,7 @@ class Kernel(NamedTuple):
     bounds: tuple[int, int]  # launch bounds: threads a block, blocks a multiprocessor
     shared: int  # dynamic shared memory of a block in bytes, at the sizes that TITLE says
     float64: bool = False  # whether double precision belongs there
-    architectures: tuple[tuple[int, int], ...] = ARCHITECTURES  # that have the shared memory
+    architectures: tuple[tuple[int, int], ...] = COMMON  # that have the shared memory
     hopper: bool = False  # whether it is for sm_90a alone, and linked from LTO code
 
     @property
@@ -197,7 +199,7 @@ def flash_kernels(name: str, problem: Problem) -> Iterator[Kernel]:
     head, tail = flash.arguments(problem, plan)
     results = (arrays.view("workspace", np.zeros(4, np.float32)), problem.out, problem.lse)
     signature = launch.signature(launch.type_keys((*head, *tail, *results)))
-    tiles = {"large": (flash.LARGE, ((9, 0),)), "small": (flash.SMALL, ARCHITECTURES)}
+    tiles = {"large": (flash.LARGE, ((9, 0),)), "small": (flash.SMALL, COMMON)}
     for size, (tile, architectures) in tiles.items():
         shape = plan.shape._replace(tiles=tile)
         bounds, nbytes = (32 * tile.warps, tile.blocks), flash.shared_bytes(tile, problem.head_dim)

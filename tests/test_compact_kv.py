@@ -522,8 +522,7 @@ def check_gathered(found: Any, x: np.ndarray, nodes: Any = GATHER_NODES, counts:
     """Raise AssertionError unless the rows are those of the nodes, and zeros elsewhere."""
     live = np.arange(nodes.shape[1]) < counts[:, None]
     exact = oracle.gather_accepted(x, np.where(live, nodes, -1))
-    assert found.shape == exact.shape and found.dtype == x.dtype
-    assert found.tobytes() == exact.tobytes(), "FAIL: rows"
+    assert_same_bytes([found], [exact])
 
 
 def gathered(x: np.ndarray, module: Any = dd) -> np.ndarray:

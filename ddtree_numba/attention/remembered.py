@@ -115,14 +115,16 @@ def form_of(arrays: tuple[type, ...], options: tuple[type, ...]) -> Form | None:
 
 
 def torch_facts(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Fact by fact, since this is most of what a call costs."""
+    """Fact by fact, since this is most of what a call costs.
+
+    An address tells the GPU, and the shape of a contiguous tensor its strides.
+    """
     tensor = sys.modules["torch"].Tensor
     return (
         *map(tensor.data_ptr, arrays),
-        *map(tensor.size, arrays),
-        *map(tensor.stride, arrays),
-        *map(tensor.get_device, arrays),
+        *[x.shape for x in arrays],
         *[x.dtype for x in arrays],
+        None if all(map(tensor.is_contiguous, arrays)) else tuple(map(tensor.stride, arrays)),
     )
 
 

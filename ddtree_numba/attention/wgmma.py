@@ -142,12 +142,17 @@ BARRIERS = EXCHANGE + 2048
 SHARED_BYTES = BARRIERS + 512  # all that a block may have
 QUERY_FULL, FULL_A, FULL_B = 0, 72, 144  # nine each: a box a barrier
 QUERY_FREE, LEFT_FREE_A, LEFT_FREE_B, RIGHT_FREE_A, RIGHT_FREE_B, A_SENT = 216, 224, 232, 240, 248, 256
+ROPE_FREE_B = 264
 ROOM = 1024  # of a warp, to turn rows in; eight of them take the place of the probabilities of B
-TOUCHED = 264  # a word for each lane, which nobody reads
+TOUCHED = 272  # a word for each lane, which nobody reads
 
 # The tensor maps stand among the parameters, behind those of two arrays of three axes: 22 words, so that their places
 # are multiples of 64 bytes as copies want them, since parameters begin 16 bytes behind one on these GPUs.
 maps_here = parameter_at(22)
+
+# The order in which the boxes of a tile are free again, so sent and taken: of A, warpgroup 0 is done with its values
+# before warpgroup 1, of B behind it, and no probabilities take the place of B's rope.
+ORDER_A, ORDER_B = (0, 1, 2, 3, 8, 4, 5, 6, 7), (8, 4, 5, 6, 7, 0, 1, 2, 3)
 
 # A state, bytes: half of the columns after the other, in each the four warps', of each 16 eights a lane, lane by lane;
 # float16, relative to the largest magnitude of a row's half, at least TINY. Beside it these, and the rows' lse.
@@ -290,10 +295,10 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
     def at(base, offsets):
         return [base + offset for offset in offsets]
 
-    def qk_of(keys):
+    def qk_of(keys, order):
         """A wgmma of 64 columns for each box, in the order in which they are taken."""
-        boxes = [at(b * BOX, range(0, 128, 32)) for b in range(9)]
-        return [make_wgmma(kind, 64, x, at(keys, x), first=b == 0, commit=b in (0, 7)) for b, x in enumerate(boxes)]
+        boxes = [at(b * BOX, range(0, 128, 32)) for b in order]
+        return [make_wgmma(kind, 64, x, at(keys, x), first=n == 0, commit=n in (0, 8)) for n, x in enumerate(boxes)]
 
     def pv_of(keys, probs, steps=slice(None), commit=True):
         """Values are the transposed view of keys, 16 keys a step; probs None: from registers."""
@@ -301,8 +306,8 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
         return make_wgmma(kind, 256, a, at(keys, range(0, 8192, 2048))[steps], b_transposed=1, commit=commit)
 
     # All places as offsets from one descriptor of the beginning: registers are scarce.
-    qk0_a, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a = qk_of(KEYS_A)
-    qk0_b, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b = qk_of(KEYS_B)
+    qk0_a, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a = qk_of(KEYS_A, ORDER_A)
+    qk0_b, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b = qk_of(KEYS_B, ORDER_B)
     RIGHT = 4 * BOX
     pv_a_left, pv_b_left = pv_of(KEYS_A, None), pv_of(KEYS_B, PROBS_B)
     pv_a_right = pv_of(KEYS_A + RIGHT, PROBS_A)
@@ -356,32 +361,34 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
         mbarrier_wait(boxes[2] + offset, boxes[3])
         mbarrier_wait(boxes[0] + offset, boxes[1])
 
-    def scores_of(wait, qk1, qk2, qk3, qk4, qk5, qk6, qk7, qk8):
+    def scores_of(wait, order, qk1, qk2, qk3, qk4, qk5, qk6, qk7, qk8):
+        _, at1, at2, at3, at4, at5, at6, at7, at8 = (8 * box for box in order)
+
         @device
         def scores(s, boxes, d):
-            """The scores of a tile behind its first box, box by box as they arrive; rope before the right half."""
-            wait(boxes, 8)
+            """The scores of a tile behind its first box, box by box as they arrive."""
+            wait(boxes, at1)
             s = qk1(s, d, d)
-            wait(boxes, 16)
+            wait(boxes, at2)
             s = qk2(s, d, d)
-            wait(boxes, 24)
+            wait(boxes, at3)
             s = qk3(s, d, d)
-            wait(boxes, 64)
-            s = qk8(s, d, d)
-            wait(boxes, 32)
+            wait(boxes, at4)
             s = qk4(s, d, d)
-            wait(boxes, 40)
+            wait(boxes, at5)
             s = qk5(s, d, d)
-            wait(boxes, 48)
+            wait(boxes, at6)
             s = qk6(s, d, d)
-            wait(boxes, 56)
-            return qk7(s, d, d)
+            wait(boxes, at7)
+            s = qk7(s, d, d)
+            wait(boxes, at8)
+            return qk8(s, d, d)
 
         return scores
 
-    scores_a = scores_of(arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
-    scores_b = scores_of(arrived, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
-    first_scores = scores_of(both_arrived, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
+    scores_a = scores_of(arrived, ORDER_A, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
+    scores_b = scores_of(arrived, ORDER_B, qk1_b, qk2_b, qk3_b, qk4_b, qk5_b, qk6_b, qk7_b, qk8_b)
+    first_scores = scores_of(both_arrived, ORDER_A, qk1_a, qk2_a, qk3_a, qk4_a, qk5_a, qk6_a, qk7_a, qk8_a)
 
     if clocked:
 
@@ -433,6 +440,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
             for i in range(4):
                 mbarrier_init(bar + LEFT_FREE_A + 8 * i, 4)
             mbarrier_init(bar + A_SENT, 1)
+            mbarrier_init(bar + ROPE_FREE_B, 4)
             mbarrier_fence()
         if warp >= 8:
             count, b, first, row_tile = pieces[c, COUNT], pieces[c, REQUEST], pieces[c, FIRST], pieces[c, ROW_TILE]
@@ -517,15 +525,17 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                         if j + 2 < stop:
                             ahead = page_of(block_table, b, j + 2, page_size)
                         if u > 0:
-                            mbarrier_wait(bar + LEFT_FREE_B, (u - 1) & 1)
-                        for k in range(4):
-                            mbarrier_expect(bar + FULL_B + 8 * k, BOX)
-                            copy_box(s0 + KEYS_B + k * BOX, map_at + 256, bar + FULL_B + 8 * k, k * 64, row, page)
+                            mbarrier_wait(bar + ROPE_FREE_B, (u - 1) & 1)
                         mbarrier_expect(bar + FULL_B + 64, BOX)
                         copy_box(s0 + KEYS_B + ROPE, map_at + 256, bar + FULL_B + 64, 512, row, page)
                         if u > 0:
                             mbarrier_wait(bar + RIGHT_FREE_B, (u - 1) & 1)
                         for k in range(4, 8):
+                            mbarrier_expect(bar + FULL_B + 8 * k, BOX)
+                            copy_box(s0 + KEYS_B + k * BOX, map_at + 256, bar + FULL_B + 8 * k, k * 64, row, page)
+                        if u > 0:
+                            mbarrier_wait(bar + LEFT_FREE_B, (u - 1) & 1)
+                        for k in range(4):
                             mbarrier_expect(bar + FULL_B + 8 * k, BOX)
                             copy_box(s0 + KEYS_B + k * BOX, map_at + 256, bar + FULL_B + 8 * k, k * 64, row, page)
                         page = ahead
@@ -696,12 +706,14 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                     if j + 1 < count:
                         # Phase 2: QK(B), behind QK(A)
                         named_sync(QK_A_ISSUED, 256)
-                        mbarrier_wait(full, u & 1)
+                        mbarrier_wait(full + 64, u & 1)
                         clock(clocks, n, j, 1, QK_B)
                         s = scores_b(qk0_b(undefined(), dq, dq), (full, u & 1), dq)
                         named_arrive(QK_B_ISSUED, 256)
                         s = wait_s(s)
                         clock(clocks, n, j, 1, QK_B_DONE)
+                        if lane_here() == 0:
+                            mbarrier_arrive(bar + ROPE_FREE_B)
                         u = i32(u + 1)
                         if j + 3 >= count:
                             if lane_here() == 0:
