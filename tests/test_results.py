@@ -96,7 +96,7 @@ def test_the_rule_of_auto_takes_the_faster_variant():
 @pytest.mark.skipif(not any(row["variant"] == "wgmma" for row in ROWS), reason="wgmma has not been measured yet")
 @pytest.mark.parametrize("planned", [False, True])
 def test_the_rule_of_auto_takes_the_fastest_variant_for_16_bits(planned):
-    """Or one that takes less than 11 % more, where variants cross. Cases without rows of wgmma are not for it."""
+    """Or one that takes less than 10 % more, where variants cross. Cases without rows of wgmma are not for it."""
     names = ("three_phase", "flash", "mma", "wgmma_planned" if planned else "wgmma")
     cases: dict[tuple[str, ...], dict[str, float]] = {}
     for row in ROWS:
@@ -110,7 +110,7 @@ def test_the_rule_of_auto_takes_the_fastest_variant_for_16_bits(planned):
         if not times.keys() & {*candidates}:
             continue  # flash is not among the shapes of tree verification
         taken = first_of(candidates, times.__contains__)
-        assert times[taken] < 1.11 * min(times.values()), (case, times)
+        assert times[taken] < 1.10 * min(times.values()), (case, times)
 
 
 @needs_error_rows
