@@ -33,11 +33,27 @@ ones (`address`). Fragments travel as tuples of float32 or uint32, which the com
                                             reads them moves ahead of it
 ==========================================  ========================================================================
 
+What must be ordered around them:
+
+- Who starts copies must see the mbarriers: `mbarrier_init`, `mbarrier_fence`, then a barrier of the block.
+  `mbarrier_expect` comes ahead of the copies that it counts. Who has waited for a phase sees what its copies brought;
+  the next phase must not end before all have waited, so whoever copies anew waits until the readers have arrived.
+- What threads wrote to shared memory is there for wgmma and for copies behind `async_fence` by the writer and a barrier
+  that it and the reader meet at. What wgmma reads there may be written again when its group has been waited for.
+- All warps of a warpgroup reach a wgmma, its wait and the register budgets together, all lanes of a warp the named
+  barriers and whatever exchanges values (``quad_..``, `store_matrices`, `make_store_halves`). Between a wgmma and its
+  wait nothing may touch its accumulators, and no branch may join.
+- `more_registers` of one warpgroup ends when `fewer_registers` of another has freed them. Code of the one must not be
+  shared with the other, so who has fewer returns first.
+- `wait_for_kernel` stands ahead of the first access to what the kernel ahead writes.
+
 A fragment of m64nN in a warpgroup: warp w has rows 16 w .. 16 w + 15; lane l holds of every 8 columns those numbered
 2 (l % 4) and the next, in rows l / 4 (elements 0 and 1) and l / 4 + 8 (2 and 3). Pairs ``(a, b)`` of row values are for
 these two rows.
 
-Source: PTX ISA, "mbarrier", "cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg", "tensormap".
+Source: PTX ISA, "mbarrier", "cp.async.bulk.tensor", "wgmma.mma_async", "setmaxnreg", "cvta", "bar, barrier",
+"stmatrix", "fence.proxy", "griddepcontrol", "createpolicy"; CUDA C++ Programming Guide, "Programmatic Dependent
+Launch".
 """
 
 from __future__ import annotations
