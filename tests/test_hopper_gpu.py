@@ -222,6 +222,17 @@ def test_words_of_shared_memory():
 # Products
 
 
+@cuda.jit(device=True, inline="always")
+def brought(given):
+    """The address in shared memory of words, which are there for wgmma."""
+    shared = cuda.shared.array(0, types.uint32, alignment=1024)
+    for i in range(cuda.threadIdx.x, given.shape[0], 128):
+        shared[i] = given[i]
+    h.async_fence()
+    cuda.syncthreads()
+    return h.shared_address(shared)
+
+
 def product_of(kind: str, transposed: bool, in_registers: bool) -> Any:
     """QK's: [64, 128] times the transpose of [64, 128], from shared memory; or PV's: [64, 64] times [64, 256]."""
     fill = h.make_undefined(32)
@@ -235,25 +246,13 @@ def product_of(kind: str, transposed: bool, in_registers: bool) -> Any:
 
     @cuda.jit(launch_bounds=(WARPGROUP, 1))
     def qk(given, x, out):
-        s = h.shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
-        shared = cuda.shared.array(0, types.uint32, alignment=1024)
-        t = cuda.threadIdx.x
-        for i in range(t, given.shape[0], 128):
-            shared[i] = given[i]
-        h.async_fence()
-        cuda.syncthreads()
+        s, t = brought(given), cuda.threadIdx.x
         d = h.descriptor(s, 16, 1024)
         keep(wait32(qk_high(qk_low(fill(), d, d), d, d)), h.address(out) + t * 128)
 
     @cuda.jit(launch_bounds=(WARPGROUP, 1))
     def of_values(given, x, out):
-        s = h.shared_address(cuda.shared.array(0, types.uint8, alignment=1024))
-        shared = cuda.shared.array(0, types.uint32, alignment=1024)
-        t = cuda.threadIdx.x
-        for i in range(t, given.shape[0], 128):
-            shared[i] = given[i]
-        h.async_fence()
-        cuda.syncthreads()
+        s, t = brought(given), cuda.threadIdx.x
         acc = wait128(zeros())
         if in_registers:
             a = pack(load32(h.address(x) + t * 128))

@@ -53,6 +53,10 @@ def test_one_mask_tells_the_pairs_that_are_kept():
     assert max(trace_wgmma.TRACED) < clocks.PAIRS
 
 
+def test_there_is_memory_for_all_that_the_kernel_writes():
+    assert clocks.words(BLOCKS) == BLOCKS * passed(0).size * clocks.WORDS
+
+
 # What is made of the clocks
 
 

@@ -514,7 +514,6 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 while n >= 0:
                     if n != c:
                         count, b, first = pieces[n, COUNT], pieces[n, REQUEST], pieces[n, FIRST]
-                        row_tile = pieces[n, ROW_TILE]
                     j = first + 1
                     stop = first + count
                     if j < stop:
@@ -653,7 +652,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 f = factor(pair_at(xa + 768), ro)
                 l = rows_add(l, rows_times(pair_at(xa + 256), f))
                 inverse = inverses(l)
-                if cuda.any_sync(ALL, (l[0] == ZERO or l[1] == ZERO)):
+                if cuda.any_sync(ALL, l[0] == ZERO or l[1] == ZERO):
                     o = clear_tile(o, inverse)
                 e = log_sums(ro, l)
                 b = pieces[n, REQUEST]
@@ -786,7 +785,7 @@ def make_kernel(kind: str, out_kind: str, packed: bool = True, clocked: bool = F
                 f = factor(pair_at(xa + 512), ro)
                 l = rows_add(l, rows_times(pair_at(xa), f))
                 inverse = inverses(l)
-                if cuda.any_sync(ALL, (l[0] == ZERO or l[1] == ZERO)):
+                if cuda.any_sync(ALL, l[0] == ZERO or l[1] == ZERO):
                     o = clear_tile(o, inverse)
                 b = pieces[n, REQUEST]
                 row, q4 = row_here(), lane_here() & 3
